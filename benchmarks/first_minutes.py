@@ -27,7 +27,7 @@ def readme() -> tuple[str, list[str], str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(import argparse.*?)```", text, re.S)
     (command,) = re.findall(r"^meshmend (run .*? train\.py)$", text, re.M)
-    (extra,) = set(re.findall(r"pip install '\.(\[\w+\])'", text))
+    extra = re.findall(r"pip install '\.(\[\w+\])'", text)[0]  # the first thing that it says
     return script, command.split(), extra
 
 

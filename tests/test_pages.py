@@ -68,6 +68,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
         ("machines.md", "bash", "tests/jax_engine/test_bench.py"),
         ("measured.md", "bash", "tests/jax_engine/test_bench.py"),
+        ("start.md", "bash", "tests/jax_restart/test_job.py"),
         ("start.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),

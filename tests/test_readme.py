@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import meshmend as mm
+import table
 from meshmend.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +25,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MEASURED = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
 NUMBERS = MEASURED.partition("\n## The README's numbers\n")[2].partition("\n## ")[0]
 KINDS = {"predicted", "simulated", "measured", "exact", "input"}
-MESH = mm.Mesh("16x32", failed=["4x2@6,8"])
-PAYLOAD_BYTES, HARDWARE = 1e9, "tpu-v6e"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def prose(text: str) -> str:
     text = re.sub(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|<[^>]+>", "", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     names = [
-        r"\d+(?:×\d+)+ (?:blocks|minus)",  # a shape
+        r"\d+(?:×\d+)+ (?:blocks|minus \d+(?:×\d+)+)",  # a shape
         r"figures? \d[\d–, ]*",
         r"\((?:ISCA|HPCA|MLSys) \d{4}\)|, \d{4}\]",  # a year of publication
         r"\bv\d\w?\b|\bn-D\b|\bc10d\b|\bFSDP2\b|Apache-2\.0",  # a chip, a library, a licence
@@ -88,28 +88,44 @@ def test_the_command_is_there(command: str) -> None:
     group.make_context(words[1], list(arguments)).close()
 
 
-def test_the_bound_is_what_it_says() -> None:
-    assert set(re.findall(r"0\.5\d\d(?= M/b)", README)) == {f"{mm.bound(MESH).units:.3f}"}
+def test_the_table_of_planners_is_what_its_command_prints() -> None:
+    """`tests/test_peers.py` has how that table is made of what was measured."""
+    assert f"\n{table.readme(table.read())}\n" in README
 
 
-def test_two_phases_take_at_least_what_it_says() -> None:
-    bounds = [mm.bound(MESH, collective=one).units for one in mm.Collective if not one.is_all_reduce]
-    assert len(bounds) == 2
-    assert f"at least {sum(bounds):.0f} M/b ²" in README
+def test_it_fits_on_two_screens() -> None:
+    assert len(README.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("row", ["**meshmend**", "[the paper]"])
-def test_the_table_of_alternatives_has_what_is_predicted(row: str) -> None:
-    """What `mm.plan` returns when it is asked as the README asks it, no parameter set by hand; and the best rings."""
-    plans = (
-        [mm.plan(MESH, payload_bytes=PAYLOAD_BYTES, hardware=HARDWARE)]
-        if row == "**meshmend**"
-        else [mm.plan(MESH, "row-pairs", orientation="rows", segments=n) for n in (1, 2, 4)]
+def test_what_the_job_prints_is_what_the_launcher_says() -> None:
+    """Line by line, as `tests/jax_restart/test_transcript.py` finds them: the figures are those of one run."""
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", README, re.M | re.S)
+    said = [
+        r"meshmend │ 4x6 in hosts of 2x2: 6 hosts on this machine, files in \S+/shared",
+        r"meshmend │ round 1: hosts 0, 1, 2, 3, 4, 5 start",
+        r"(meshmend │ round 1: .* …\n)*meshmend │ round 1: step 1 is done on 24 chips, [\d.]+ s after the start \(.*\)",
+        r"host 0 │ 20 2\.\d+ 24",
+        r"host 0 │ 40 2\.\d+ 24",
+        r"meshmend │ host 1 is killed after step 4\d, its memory is lost",
+        r"meshmend │ round 1 ends: host 1 is lost: its connection to the store broke",
+        r"meshmend │ round 2: hosts 0, 2, 3, 4, 5 start",
+        r"(meshmend │ round 2: .* …\n)*meshmend │ round 2: training again on 20 chips: resumed from step \d\d "
+        r"\(memory\), step \d\d is done [\d.]+ s after the loss \(.*\)",
+        r"(host 0 │ 40 2\.\d+ 20\n)?host 0 │ 60 2\.\d+ 20",
+        r"host 0 │ 80 1\.\d+ 20",
+        r"host 0 │ 100 1\.\d+ 20",
+        r"meshmend │ done: 100 steps on 24, then 20 chips in \d+ s\n",
+    ]
+    assert re.fullmatch("\n".join(said), printed)
+
+
+def test_the_badges_are_drawn_by_their_script() -> None:
+    figures = ROOT / "docs" / "figures"
+    drawn = runpy.run_path(str(figures / "badges.py"))["pictures"]()
+    assert {path: path.read_text(encoding="utf-8") for path in figures.glob("badge-*.svg")} == drawn, (
+        "run: python docs/figures/badges.py"
     )
-    forecasts = [mm.predict(plan, PAYLOAD_BYTES, HARDWARE) for plan in plans]
-    units = min(f.seconds * f.hardware.link_bytes_per_s / PAYLOAD_BYTES for f in forecasts)
-    (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
-    assert re.findall(r"(?<= )\**(\d\.\d\d)\**(?= M/b)", line) == [f"{units:.2f}"]
+    assert set(re.findall(r"docs/figures/(badge-\w+\.svg)", README)) == {path.name for path in drawn}
 
 
 ON_ITS_PAGE_ONLY = ("optical cubes", "dynamic slices", "elastic slices")

@@ -1,6 +1,6 @@
 """The badges of the README, from pyproject.toml: python docs/figures/badges.py
 
-One picture, because the README's pictures may not come from other servers.
+Our own, because the README's pictures may not come from other servers; one picture each, so that they wrap on a phone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-HEIGHT, GAP, LETTER = 20, 6, 6.3
+HEIGHT, LETTER = 20, 6.3
+STYLE = (
+    "text { fill: #fff; font: 11px Verdana, DejaVu Sans, sans-serif; text-anchor: middle; } .name { fill: #555; } "
+    ".value { fill: #1f6feb; } @media (prefers-color-scheme: dark) { .name { fill: #3d444d; } }"
+)
 
 
 def badges() -> list[tuple[str, str]]:
@@ -29,23 +33,24 @@ def badges() -> list[tuple[str, str]]:
     ]
 
 
-def picture() -> str:
-    """Return the picture."""
+def badge(name: str, value: str) -> str:
+    """Return one badge."""
     parts, left = [], 0.0
-    for name, value in badges():
-        widths = [LETTER * len(text) + 12 for text in (name, value)]
-        for text, at, width, fill in zip(
-            (name, value), (left, left + widths[0]), widths, ("#555", "#1f6feb"), strict=True
-        ):
-            parts.append(f'<rect x="{at:.1f}" width="{width:.1f}" height="{HEIGHT}" fill="{fill}"/>')
-            parts.append(f'<text x="{at + width / 2:.1f}" y="14" text-anchor="middle">{text}</text>')
-        left += sum(widths) + GAP
-    said = "; ".join(f"{name} {value}" for name, value in badges())
-    size = f'width="{left - GAP:.0f}" height="{HEIGHT}" viewBox="0 0 {left - GAP:.0f} {HEIGHT}"'
-    style = 'fill="#fff" font-family="Verdana, DejaVu Sans, sans-serif" font-size="11"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{said}"><g {style}>'
-    return "\n".join([head, *parts, "</g></svg>\n"])
+    for text, kind in ((name, "name"), (value, "value")):
+        width = LETTER * len(text) + 12
+        parts.append(f'<rect class="{kind}" x="{left:.1f}" width="{width:.1f}" height="{HEIGHT}"/>')
+        parts.append(f'<text x="{left + width / 2:.1f}" y="14">{text}</text>')
+        left += width
+    size = f'width="{left:.0f}" height="{HEIGHT}" viewBox="0 0 {left:.0f} {HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name} {value}">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
+
+
+def pictures() -> dict[Path, str]:
+    """Return the badges by file."""
+    return {HERE / f"badge-{name.lower()}.svg": badge(name, value) for name, value in badges()}
 
 
 if __name__ == "__main__":
-    (HERE / "badges.svg").write_text(picture(), encoding="utf-8")
+    for path, text in pictures().items():
+        path.write_text(text, encoding="utf-8")

@@ -52,7 +52,8 @@ def record() -> dict[str, Any]:
             raise SystemExit(done.stderr)
         events = {host: read_timeline(timeline_of(Path(folder) / "shared", host)) for host in range(len(machine))}
     said = re.search(r"resumed from step (\d+) \((\w+)\), step \d+ is done ([\d.]+) s after", done.stdout)
-    if said is None:
+    gone = re.search(rf"host {KILLED} is killed after step (\d+)", done.stdout)
+    if said is None or gone is None:
         raise SystemExit("No host was killed, or none resumed: see above.")
     restored = {host: max(e["at"] for e in events[host] if e["event"] == "restore") for host in survivors}
     since = {
@@ -71,7 +72,7 @@ def record() -> dict[str, Any]:
         "host": HOST,
         "hosts": len(machine),
         "failed": str(holed.holes[0]),
-        "killed": {"host": KILLED, "step": AFTER, "at_s": round(killed_at - began, 2)},
+        "killed": {"host": KILLED, "step": int(gone[1]), "at_s": round(killed_at - began, 2)},
         "resumed": {"step": int(said[1]), "source": said[2], "after_s": float(said[3])},
         "steps": [
             {"step": n, "at_s": round(e["at"] - began, 2), "loss": round(e["loss"], 4), "chips": e["chips"]}

@@ -90,6 +90,8 @@ def train(folder: Path, steps: int) -> None:
             )
             if number == found.step + 2 and fabric.mesh.is_full:
                 ahead = CompileAhead(session, build)
+            if number == steps // 3 and ahead is not None:
+                ahead.wait()  # in this example only: the host is killed when everything is compiled
         keeper.close()
         if ahead is not None:
             ahead.stop()

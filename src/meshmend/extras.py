@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TESTED = {
     "jax": ("0.10.2", "0.11.2", "0.12.0.1"),
-    "torch": ("2.7.0", "2.13.0", "2.15.0"),
-    "torchft": ("0.2.0",),
+    "torch": ("2.7.0", "2.13.0", "2.14.1", "2.15.0"),
+    "torchft": ("0.2.0", "2026.10.26 (nightly)"),
 }
 """The versions that the quick tests have passed with: docs/start.md says when, and with which others."""
 
@@ -28,6 +28,18 @@ def own_version() -> str:
         return metadata.version("meshmend")
     except metadata.PackageNotFoundError:  # run from a source tree that was never installed
         return "0+unknown"
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, also of one that comes in a distribution of another name.
+
+    >>> version_of("no_such_package")
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        named = metadata.packages_distributions().get(package)
+        return metadata.version(named[0]) if named else None
 
 
 def install_hint(extra: str | None = None) -> str:
@@ -77,7 +89,7 @@ def require_names(library: str, names: Iterable[str], *, needed_for: str) -> Non
             missing.append(name)
     if missing:
         tested = ", ".join(TESTED.get(library, ("no version",)))
-        raise VersionError(needed_for, library, metadata.version(library), missing, tested)
+        raise VersionError(needed_for, library, version_of(library) or "of unknown version", missing, tested)
 
 
 def new_figure(path: Path, size_in: tuple[float, float]) -> Figure:

@@ -136,6 +136,31 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
     assert f"meshmend {words} examples/jax/survive.py" in page
     assert f"meshmend {words} train.py" in " ".join(home.replace("\\\n", " ").split())
     assert "--kill 1@40" in words
+    printed = run_command(words, steps, kill, tmp_path)
+    chips = {int(step): int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", printed)}
+    assert chips[steps // 5] == 24
+    assert chips[steps] == 20
+    assert "round 2: hosts 0, 2, 3, 4, 5 start" in printed
+    (last,) = map(int, re.findall(r"host 1 is killed after step (\d+)", printed))
+    assert last >= kill
+    # A step is noted when the next ones are under way; the first copy is kept after 4 steps, a late one is skipped.
+    resumed = int(re.findall(r"resumed from step (\d+) \(memory\)", printed)[0])
+    assert FIRST_AFTER <= resumed <= last + IN_FLIGHT + 1
+    assert f"training again on 20 chips: resumed from step {resumed} (memory)" in printed
+
+
+@pytest.mark.parametrize(("steps", "kill"), [(20, 9), pytest.param(100, 40, marks=pytest.mark.slow)])
+def test_the_command_of_the_first_ten_minutes(steps: int, kill: int, tmp_path: Path) -> None:
+    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"```bash\nmeshmend (run .*?--kill 1@40) examples/jax/survive.py\n```", page)
+    printed = run_command(words, steps, kill, tmp_path)
+    for said in ("2 hosts on this machine", "round 2: host 0 starts", f"done: {steps} steps on 8, then 4 chips in "):
+        assert said in printed
+        assert said.replace(f" {steps} ", " 100 ") in page
+
+
+def run_command(words: str, steps: int, kill: int, tmp_path: Path) -> str:
+    """Run the example with other steps; return what was printed."""
     words = words.replace("--kill 1@40", f"--kill 1@{kill}")
     text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
     for old, new in (("steps=100", f"steps={steps}"), ("% 20 == 0", f"% {steps // 5} == 0")):
@@ -147,13 +172,4 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    chips = {int(step): int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", done.stdout)}
-    assert chips[steps // 5] == 24
-    assert chips[steps] == 20
-    assert "round 2: hosts 0, 2, 3, 4, 5 start" in done.stdout
-    (last,) = map(int, re.findall(r"host 1 is killed after step (\d+)", done.stdout))
-    assert last >= kill
-    # A step is noted when the next ones are under way; the first copy is kept after 4 steps, a late one is skipped.
-    resumed = int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0])
-    assert FIRST_AFTER <= resumed <= last + IN_FLIGHT + 1
-    assert f"training again on 20 chips: resumed from step {resumed} (memory)" in done.stdout
+    return done.stdout

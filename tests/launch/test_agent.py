@@ -14,7 +14,7 @@ import pytest
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
 from meshmend.launch.agent import HostAgent
-from meshmend.launch.failure import Failure
+from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import Assignment
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ class Scripted:
     """Member and workers in one: how each round ends, in order.
 
     A number is an exit code, "lost" a host that is lost while the worker runs, a number and "lost" a worker that fails
-    because of it, "over" and "failed" how the others end the job. A `Failure` is one that the worker reports, and then
-    waits; one that is alone ends the round, and one of every host ("every host") the job.
+    because of it, "over" and "failed" how the others end the job. A `WorkerFailure` is one that the worker reports, and
+    then waits; one that is alone ends the round, and one of every host ("every host") the job.
     """
 
     def __init__(self, *rounds: Any) -> None:
@@ -47,7 +47,7 @@ class Scripted:
         if self.now in ("over", "failed"):
             self.over = {"ok": self.now == "over", "why": "so it is"}
             return self.over
-        if isinstance(self.now, Failure):
+        if isinstance(self.now, WorkerFailure):
             if self.told[-1].startswith("raised") and self.now.trace == "every host":
                 self.over = {"ok": False, "why": f"every host raised {self.now.error}"}
                 return self.over
@@ -60,8 +60,8 @@ class Scripted:
         self.told.append("finish")
         return self.over or {"ok": True, "why": "all have finished"}
 
-    def failure(self) -> Failure | None:
-        return self.now if isinstance(self.now, Failure) else None
+    def failure(self) -> WorkerFailure | None:
+        return self.now if isinstance(self.now, WorkerFailure) else None
 
     def raised(self, why: str) -> None:
         self.told.append(f"raised {why}")
@@ -132,7 +132,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_job() -> None:
 
 def test_an_error_that_would_come_again_ends_the_job() -> None:
     """At once, however far the job had come."""
-    final = Failure("final", "ParameterError: steps is -1.", "Traceback …")
+    final = WorkerFailure("final", "ParameterError: steps is -1.", "Traceback …")
     for script, steps in ((Scripted(final, 0), []), (Scripted(3, final, 0), [5])):
         with pytest.raises(LaunchError, match=r"steps is -1\. A restart would raise it again\."):
             supervise(script, steps=steps)
@@ -141,7 +141,7 @@ def test_an_error_that_would_come_again_ends_the_job() -> None:
 
 
 def test_an_error_of_one_host_is_a_failure_and_one_of_every_host_ends_the_job() -> None:
-    alone, everywhere = (Failure("lasting", "ValueError: boom", trace) for trace in ("", "every host"))
+    alone, everywhere = (WorkerFailure("lasting", "ValueError: boom", trace) for trace in ("", "every host"))
     script = Scripted(alone, alone, everywhere, 0)
     with pytest.raises(LaunchError, match="The job is over: every host raised ValueError: boom"):
         supervise(script, steps=[0, 5])
@@ -151,8 +151,8 @@ def test_an_error_of_one_host_is_a_failure_and_one_of_every_host_ends_the_job() 
 
 def test_a_worker_that_has_lost_its_peer_is_no_failure() -> None:
     class Lost(Scripted):
-        def failure(self) -> Failure | None:
-            return Failure("transient", "lost a peer: …", "") if isinstance(self.now, tuple) else None
+        def failure(self) -> WorkerFailure | None:
+            return WorkerFailure("transient", "lost a peer: …", "") if isinstance(self.now, tuple) else None
 
     script = Lost((13, "lost"), 0)
     _, reports = supervise(script, steps=[], max_restarts=0)

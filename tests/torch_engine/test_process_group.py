@@ -200,7 +200,7 @@ def test_machines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_before_configure_there_is_no_mesh() -> None:
     group = make((0, 1))
-    with pytest.raises(MeshError, match=r"Chip \(0,1\) has no mesh until torchft has called configure"):
+    with pytest.raises(MeshError, match=r"Chip \(0,1\) has no mesh until torchft has formed its group"):
         _ = group.mesh
     with pytest.raises(MeshError, match="lies outside the 2x4 mesh"):
         make((5, 5))

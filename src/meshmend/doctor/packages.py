@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from meshmend.doctor.finding import Finding, Status
-from meshmend.extras import TESTED, install_hint
+from meshmend.extras import TESTED, install_hint, version_of
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,8 @@ def _look_at(package: Package, least: str | None) -> Finding:
     if not is_installed(package.module):
         status: Status = "broken" if name in NEEDED else "absent"
         return Finding("packages", name, status, f"not installed: {package.purpose}", package.install)
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    version = version_of(name)
+    if version is None:
         return Finding("packages", name, "works", "installed, of unknown version")
     if least is not None and _numbers(version) < _numbers(least):
         advice = f"pip install -U '{name}>={least}'"

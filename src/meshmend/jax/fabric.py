@@ -148,7 +148,8 @@ class Fabric:
 
 def _is_tracing() -> bool:
     """Whether JAX is tracing a function: what is jitted now becomes a part of that function's program."""
-    return isinstance(jax.lax.full((), 0), jax.core.Tracer)
+    # Putting a number somewhere compiles nothing, as any arithmetic would, in each process that restarts.
+    return isinstance(jax.device_put(np.int32(0)), jax.core.Tracer)
 
 
 def discover(

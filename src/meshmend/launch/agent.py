@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.failure import Failure
+from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import OVER, Assignment, Member
 from meshmend.launch.membership import Message
 from meshmend.launch.processes import free_port
@@ -108,7 +108,7 @@ class HostAgent:
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _watch(self) -> tuple[int | None, Failure | None]:
+    def _watch(self) -> tuple[int | None, WorkerFailure | None]:
         """Return the worker's exit code and the error that it has given up with, None for what there is not.
 
         The code is None if the round has ended before the worker, and 0 also when the job is over.

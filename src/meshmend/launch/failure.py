@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import meshmend
 from meshmend.errors import MeshmendError, ParameterError, PlanError, QuarantineError, TransientError
 
 FAILURE_FILE = "MESHMEND_FAILURE_FILE"
@@ -28,13 +27,13 @@ MAX_BYTES = 64 << 10
 """Of a traceback: its beginning and its end are kept."""
 PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 """Errors of a disk or a network that may be gone at the next start."""
-PACKAGE = str(Path(meshmend.__file__).parent) + os.sep
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 Kind = Literal["final", "lasting", "transient"]
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """Why a worker has given up."""
 
     kind: Kind
@@ -45,7 +44,7 @@ class Failure:
     """The traceback; empty where only the message matters."""
 
 
-def describe_failure(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> WorkerFailure:
     """Return what an error means for the job.
 
     >>> describe_failure(ValueError("no such layer")).kind, describe_failure(TimeoutError()).kind
@@ -54,16 +53,16 @@ def describe_failure(error: BaseException) -> Failure:
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     kind = kind_of(error)
     if isinstance(error, QuarantineError):  # it says what a check has found, not where in our code that was
-        return Failure(kind, str(error), "")
+        return WorkerFailure(kind, str(error), "")
     if kind == "transient" and _is_of_jax(error):
-        return Failure(kind, f"lost a peer: {str(error).splitlines()[0]}" if "Gloo" in str(error) else text, "")
+        return WorkerFailure(kind, f"lost a peer: {str(error).splitlines()[0]}" if "Gloo" in str(error) else text, "")
     found = traceback.TracebackException.from_exception(error)
     if isinstance(error, MeshmendError):
         _leave_out_own(found)
     trace = "".join(found.format())
     if len(trace) > MAX_BYTES:
         trace = f"{trace[: MAX_BYTES // 2]}\n…\n{trace[-MAX_BYTES // 2 :]}"
-    return Failure(kind, text[:2000], trace)
+    return WorkerFailure(kind, text[:2000], trace)
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -120,13 +119,13 @@ class FailureFile:
         """Forget what the last worker has said."""
         os.ftruncate(self.descriptor, 0)
 
-    def read(self) -> Failure | None:
+    def read(self) -> WorkerFailure | None:
         """Return what the worker has said, None if it has said nothing."""
         data = os.pread(self.descriptor, 8 * MAX_BYTES, 0)
         if not data.endswith(b"\n"):
             return None
         try:
-            return Failure(**json.loads(data))
+            return WorkerFailure(**json.loads(data))
         except (TypeError, ValueError):
             return None  # the script has written to a descriptor that is not its own
 

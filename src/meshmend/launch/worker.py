@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshmend.errors import LaunchError
-from meshmend.launch.failure import FAILURE_FILE, Failure, FailureFile
+from meshmend.launch.failure import FAILURE_FILE, FailureFile, WorkerFailure
 from meshmend.launch.processes import die_with_parent
 
 STOP_S = 3.0
@@ -62,7 +62,7 @@ class Workers:
         self._read(0.0)
         return self.code
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> WorkerFailure | None:
         """Return the error that ends the worker, as soon as it has said so."""
         return self._failures.read()
 

@@ -1,14 +1,13 @@
 """`MeshProcessGroup`: a torchft process group that plans its all-reduce for whatever chips have survived.
 
 torchft forms the quorum, redoes steps that failed and heals chips that come back. Each time the members change it
-calls `configure`: the chips exchange their coordinates through the store, so each of them finds the same hole
-and makes the same plan.
+calls `configure`, or from its next release on `reconfigure`: the chips exchange their coordinates through the store,
+so each of them finds the same hole and makes the same plan.
 
-The guarantee assumes that every member has the same shape or machine, hardware, `plan` and
-meshmend version (checked); that no
-two live members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`, and no
-step commits until enough chips are back); and that members call the same all-reduces in the same order with equal
-shapes, dtypes and operations (checked at each call, before data moves).
+The guarantee assumes that every member has the same shape or machine, hardware, `plan` and meshmend version (checked);
+that no two live members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`,
+and no step commits until enough chips are back); and that members call the same all-reduces in the same order with
+equal shapes, dtypes and operations (checked at each call, before data moves).
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -135,7 +135,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def mesh(self) -> Mesh:
         """The mesh with the hole that the members leave."""
         if self._mesh is None:
-            raise MeshError(f"Chip {name_chip(self._chip)} has no mesh until torchft has called configure.")
+            raise MeshError(f"Chip {name_chip(self._chip)} has no mesh until torchft has formed its group.")
         return self._mesh
 
     def schedule(self, payload_bytes: int) -> Schedule:
@@ -160,26 +160,15 @@ class MeshProcessGroup(ReconfiguredGroup):
         """Return the name of this kind of group in torch."""
         return "meshmend"
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """Form the group again over the members of a quorum, find the hole and plan for it."""
+    @contextmanager
+    def forming(self, store_addr: str) -> Iterator[None]:
+        """Leave the group before, wait no longer than patience lasts for the new one, and note what that took."""
         started = time.time()
         # First, so that nobody waits any more for what this chip will not send.
         self.abort(errored=False)
         try:
             check_store(store_addr, self._patience.now)
-            super().configure(
-                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-            )
+            yield
         except RuntimeError:  # of torch, or a `RendezvousError`
             self._patience.failed()
             raise
@@ -188,7 +177,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self.timings.configure_s = self.timings.configured_at - started
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        """Find the hole that the members leave, connect them and plan; `configure` calls this."""
+        """Find the hole that the members leave, connect them and plan."""
         own = MemberInfo.of(self._chip, self._whole, self._plans, self._bad_cables)
         members = introduce(store, rank, world_size, own, self._patience.now)
         self.timings.formed_ms = members[0].at_ms

@@ -25,6 +25,8 @@ FEWEST = 2
 """Copies after which it is known what they cost."""
 REMEMBERED = 5
 """Copies whose cost is taken into account."""
+LARGE_LOSS_S = 60.0
+"""From so much training that the loss of a host would cost, people are told."""
 LONGEST_INTERVAL = 10_000
 """Steps."""
 
@@ -85,6 +87,11 @@ class CopyInterval:
         if len(self._costs) < FEWEST or not self._plain:
             return None
         return max(0.0, median(self._costs)) / median(self._plain)
+
+    @property
+    def at_risk_s(self) -> float:
+        """Seconds of training that the loss of a host costs, at most."""
+        return (self.agreed + NOTICED_AFTER) * median(self._plain) if self._plain else 0.0
 
     def wanted(self, *, is_writing: bool) -> int:
         """Return how many steps there should be between two copies; twice as many as now if the last one is late.

@@ -20,7 +20,7 @@ from meshmend.jax.state.disk import Disk, as_path
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.gather import NeededParts, gather
-from meshmend.jax.state.interval import FIRST_INTERVAL, LARGEST_SLOWDOWN, NOTICED_AFTER, CopyInterval
+from meshmend.jax.state.interval import LARGE_LOSS_S, LARGEST_SLOWDOWN, NOTICED_AFTER, CopyInterval
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
 from meshmend.jax.state.memory import Copy, HostMemory, PartReader
@@ -241,7 +241,7 @@ class Keeper:
             return
         self._told_interval = True
         LOGGER.log(
-            logging.WARNING if every > FIRST_INTERVAL else logging.INFO,
+            logging.WARNING if interval.at_risk_s > LARGE_LOSS_S else logging.INFO,
             "Copies in memory after every %d steps slow down training by %.1f %%; the loss of a host costs up to %d "
             "steps. Job(memory_every=…) sets another number of steps.",
             every,
