@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -235,3 +236,65 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"holds other files, such as thesis\.tex"):
         written(tmp_path)
     assert read_artefact(tmp_path).schedule.planner == "hamiltonian"
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e308,
+    "",
+    "../..",
+    "x" * 5000,
+    "\x00",
+    [],
+    {},
+    [[]],
+    {"bytes": 1},
+    ["plan.npz"],
+]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(found for key, one in inside for found in places_in(one, (*path, key)))]
+
+
+def test_a_manifest_with_anything_anywhere_is_refused_or_means_the_same(tmp_path: Path) -> None:
+    text = (written(tmp_path) / MANIFEST).read_text(encoding="utf-8")
+    same = read_artefact(tmp_path)
+    rng = random.Random(0)
+    places = [place for place in places_in(json.loads(text)) if place[0] != "chips" or rng.random() < 0.2]
+    n_refused = 0
+    for place in places:
+        manifest = json.loads(text)
+        holder = manifest
+        for step in place[:-1]:
+            holder = holder[step]
+        old, holder[place[-1]] = holder[place[-1]], rng.choice(ODD)
+        (tmp_path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        try:
+            found = read_artefact(tmp_path)
+        except ScheduleFileError:
+            n_refused += 1
+        else:
+            assert place[0] == "versions" or holder[place[-1]] == old, place
+            assert found.schedule == same.schedule
+    assert n_refused > 50
+
+
+def test_a_damaged_plan_with_the_right_digest_is_refused_or_proven(tmp_path: Path) -> None:
+    data = (written(tmp_path) / PLAN).read_bytes()
+    rng = random.Random(1)
+    for _ in range(60):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(data))] = rng.randrange(256)
+        (tmp_path / PLAN).write_bytes(damaged)
+        rewritten(tmp_path, nothing)
+        try:
+            assert read_artefact(tmp_path).schedule == planned("weave")
+        except ScheduleFileError:
+            continue

@@ -34,6 +34,8 @@ from meshmend.schedule.lanes import Lowered, lower, stays_folded, with_bystander
 from meshmend.schedule.serialize import MAX_BYTES, open_regular, read_npz, save
 from meshmend.schedule.verify import Proof, verify
 
+__all__ = ["Artefact", "read_artefact"]
+
 FORMAT = 1
 KIND = "meshmend all-reduce"
 AXIS = "chip"

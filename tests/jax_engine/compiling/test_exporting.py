@@ -114,10 +114,10 @@ def summed(artefact_tables: DeviceTables, payload: Payload, rows: np.ndarray) ->
     return np.asarray(jax.jit(program.call)(jax.device_put(rows, split), *tables))
 
 
-@pytest.mark.parametrize("planner", ["weave", "hamiltonian", "row-pairs"])
+@pytest.mark.parametrize("planner", ["weave", "hamiltonian", pytest.param("row-pairs", marks=pytest.mark.slow)])
 def test_four_of_64_devices_stand_by(planner: str) -> None:
     """The healthy chips that are left out join every permute, keep their bits, and add nothing."""
-    schedule = mm.plan(HOLED, planner)
+    schedule = mm.plan(HOLED, planner, chunks=60) if planner == "weave" else mm.plan(HOLED, planner)
     tables = DeviceTables.of(schedule, stand_by=True)
     assert len(tables.chips) == 64
     rows = np.random.default_rng(0).integers(-99, 99, (64, 1201)).astype(np.float32)
