@@ -18,6 +18,7 @@ EXTRAS = {
     "restart": r"mmj\.Job\b|meshmend\.jax\.state|train_through_failure",
     "workloads": r"benchmarks/paper_workloads",
     "tpu": r"meshmend compile\b|benchmarks/jax_(?:fsdp|billion)",
+    "export": r"meshmend export\b",
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_",
     "torch": r"meshmend\.torch|meshmend bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b|mm\.draw\b|--plot\b|--figure\b",
@@ -25,7 +26,13 @@ EXTRAS = {
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",
 }
 """What of a block's text tells that it needs an extra."""
-INCLUDES = {"launch": {"restart", "jax"}, "restart": {"jax"}, "workloads": {"tpu", "jax"}, "tpu": {"jax"}}
+INCLUDES = {
+    "launch": {"restart", "jax"},
+    "restart": {"jax"},
+    "workloads": {"tpu", "jax"},
+    "tpu": {"jax"},
+    "export": {"jax"},
+}
 CHECKOUT = re.compile(r"(?:benchmarks|docs|examples|tests)/\w|pip install '?\.")
 FIRST = "index.md"
 """The first page says it in words, and has no room for more."""

@@ -61,6 +61,8 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_exporting.py"),
+        ("jax.md", "python", "tests/jax_engine/compiling/test_exporting.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_tiles.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
@@ -94,6 +96,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
+        ("torch.md", "one rank of 64, on TPUs; tests/torch_engine/test_tpu.py runs the hooks"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
         ("where.md", "it needs a TPU"),

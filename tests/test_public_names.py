@@ -25,6 +25,7 @@ PUBLIC = [
     "meshmend.schedule",
     "meshmend.schedule.verify",
     "meshmend.schedule.serialize",
+    "meshmend.schedule.artefact",
     "meshmend.schedule.neighbour_hops",
     "meshmend.schedule.split",
     "meshmend.routing",

@@ -128,7 +128,7 @@ def test_the_badges_are_drawn_by_their_script() -> None:
     assert set(re.findall(r"docs/figures/(badge-\w+\.svg)", README)) == {path.name for path in drawn}
 
 
-ON_ITS_PAGE_ONLY = ("optical cubes", "elastic slices")
+ON_ITS_PAGE_ONLY = ("optical cubes", "dynamic slices", "elastic slices")
 """Answers that need other machines: the README has those of a mesh, the page all."""
 
 

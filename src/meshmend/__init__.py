@@ -7,21 +7,17 @@
 60
 """
 
-from importlib import metadata
-
 from meshmend.cost import Forecast, Hardware, bound, predict
 from meshmend.drawing import draw
 from meshmend.errors import MeshmendError, PlanError, VerificationError
+from meshmend.extras import own_version
 from meshmend.planning import plan
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import Proof, verify
 from meshmend.topology import Mesh, Region
 
-try:
-    __version__ = metadata.version("meshmend")
-except metadata.PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = own_version()
 
 __all__ = [
     "Collective",

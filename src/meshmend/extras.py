@@ -22,6 +22,14 @@ TESTED = {
 """The versions that the quick tests have passed with: docs/start.md says when, and with which others."""
 
 
+def own_version() -> str:
+    """Return the version of meshmend that is installed."""
+    try:
+        return metadata.version("meshmend")
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"
+
+
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, also of one that comes in a distribution of another name.
 

@@ -157,6 +157,21 @@ def test_spare_cubes_run_out_as_a_birth_and_death_chain_says(spares: int) -> Non
     assert long_life(machine, "optical cubes", hours=100_000).goodput.mean == pytest.approx(up, rel=0.01)
 
 
+def test_dynamic_slices_train_on_the_largest_box_of_whole_cubes() -> None:
+    """Six cubes of one host, three by two: by how many are up, which any optical switch can put anywhere."""
+    machine = Assumptions.of(
+        "12x4", **ONLY_HOSTS, **FREE, ocs_s=0.0, cube=(4, 2), mtbf_host_h=100.0, repair_host_h=50.0
+    )
+    up = 100 / 150
+    # Of five whole cubes a box has four, two by two; of four too; three in a row, two, one.
+    largest = {6: 6, 5: 4, 4: 4, 3: 3, 2: 2, 1: 1, 0: 0}
+    expected = sum(math.comb(6, n) * up**n * (1 - up) ** (6 - n) * largest[n] / 6 for n in largest)
+    assert long_life(machine, "dynamic slices", hours=50_000).goodput.mean == pytest.approx(expected, rel=0.01)
+    # Cubes of two hosts are up when both are: three in a row.
+    two = dataclasses.replace(machine, cube=(4, 4))
+    assert long_life(two, "dynamic slices", hours=50_000).goodput.mean == pytest.approx(up**2, rel=0.01)
+
+
 def test_elastic_slices_train_on_the_slices_that_are_up() -> None:
     """A slice of two hosts is up when both are; nothing is lost at a failure, unless it was the last slice."""
     machine = Assumptions.of(
@@ -193,7 +208,7 @@ def test_where_restarts_are_free_nothing_beats_going_on_with_all_survivors(seed:
     rates: dict[str, Any] = {"mtbf_chip_h": 3000.0, "mtbf_board_h": 5000.0, "mtbf_host_h": 3000.0}
     machine = Assumptions.of("8x8", **rates, **FREE, quick_repair_h=24.0, spares=0, spare_cubes=0)
     got = {name: o.goodput.mean for name, o in by_name(simulate(machine, days=60, runs=1, seed=seed, checks=0)).items()}
-    for other in ("quick repair", "sub-mesh", "hot spares", "optical cubes", "elastic slices"):
+    for other in ("quick repair", "sub-mesh", "hot spares", "optical cubes", "dynamic slices", "elastic slices"):
         # Training in flight at a failure is lost: a few milliseconds of an interval for each.
         assert got["fault-tolerant"] >= got[other] - 1e-5
 
@@ -251,6 +266,16 @@ def test_optical_cubes_by_hand() -> None:
     # The whole machine is one cube of 4x4: with no spare it waits for the host's repair.
     none = play("optical cubes", [FAILURE], spare_cubes=0)
     assert none.waiting_h == pytest.approx(24 - 0.1)
+
+
+def test_dynamic_slices_by_hand() -> None:
+    """Half of the machine goes on after the switches and a restart; what was trained since the checkpoint is lost."""
+    got = play("dynamic slices", [FAILURE], cube=(4, 2), grow="failure")
+    assert got.lost_h == pytest.approx(0.25)
+    assert got.restarting_h == pytest.approx(0.1 + 0.05 + 0.4)
+    assert got.useful_h == pytest.approx(10 + (100 - 10.25 - 0.55) / 2)
+    # A machine of one cube has no other.
+    assert play("dynamic slices", [FAILURE]).waiting_h == pytest.approx(24 - 0.1)
 
 
 def test_elastic_slices_by_hand() -> None:

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from meshmend import Mesh
-from meshmend.availability import Assumptions, Estimate, simulate
+from meshmend.availability import POLICIES, Assumptions, Estimate, simulate
 from meshmend.availability.history import draw
 from meshmend.availability.policies import QuickRepair
 from meshmend.errors import MeshError, ParameterError
@@ -86,12 +86,13 @@ def test_defaults_are_what_their_sources_say() -> None:
 
 def test_money() -> None:
     machine = Assumptions.of("8x8", mtbf_host_h=500, payload_bytes=1e6, price=3.0, crew_price=100.0, spares=2)
-    quick, _, spares, cubes, slices, tolerant = simulate(machine, days=100, runs=1, checks=0).outcomes
+    quick, _, spares, cubes, dynamic, slices, tolerant = simulate(machine, days=100, runs=1, checks=0).outcomes
     assert quick.cost.mean == pytest.approx((3 * 64 + 100) / (64 * quick.goodput.mean))
     assert spares.cost.mean == pytest.approx(3 * (64 + 16) / (64 * spares.goodput.mean))
     assert spares.utilisation.mean == pytest.approx(spares.goodput.mean * 64 / 80)
     # Two spare cubes of 8x8 are twice the machine again.
     assert cubes.cost.mean == pytest.approx(3 * (64 + 128) / (64 * cubes.goodput.mean))
+    assert dynamic.cost.mean == pytest.approx(3 / dynamic.goodput.mean), "no spares"
     assert slices.cost.mean == pytest.approx(3 / slices.goodput.mean)
     assert tolerant.cost.mean == pytest.approx(3 / tolerant.goodput.mean)
 
@@ -105,7 +106,7 @@ def test_a_machine_of_one_host_whose_states_have_nothing_to_check() -> None:
 def test_three_axes() -> None:
     machine = Assumptions.of("4x4x4", host=(2, 2, 1), board=None, mtbf_host_h=300, payload_bytes=1e6)
     study = simulate(machine, days=60, runs=2, checks=1)
-    assert [0 < outcome.goodput.mean < 1 for outcome in study.outcomes] == [True] * 6
+    assert [0 < outcome.goodput.mean < 1 for outcome in study.outcomes] == [True] * len(POLICIES)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ _ANSWER_LOOKS = {
     "sub-mesh": ("#E69F00", "s"),
     "hot spares": ("#CC79A7", "^"),
     "optical cubes": ("#882255", "v"),
+    "dynamic slices": ("#DDAA33", "X"),
     "elastic slices": ("#6B5B3E", "P"),
     "fault-tolerant": ("#009E73", "D"),
 }

@@ -1,4 +1,4 @@
-"""What a job may do about failures, as its policies: four of the paper's introduction, and two of later machines.
+"""What a job may do about failures, as its policies: four of the paper's introduction, and three of later machines.
 
 A policy tracks what is down and decides what the job runs on. The job asks it after each change; it keeps no clock.
 """
@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, final
 
 import numpy as np
@@ -224,6 +225,45 @@ class OpticalCubes(Spares):
 
 
 @final
+class DynamicSlices(Policy):
+    """The job restarts on a smaller slice of the cubes that are whole, as with GKE's dynamic slicing of TPU7x.
+
+    A failure anywhere in a cube takes all of it out. Optical switches join any cubes, so that the slice is the box of
+    most cubes that there are, on no axis longer than the machine.
+    """
+
+    name = "dynamic slices"
+
+    @property
+    def start_h(self) -> float:
+        """Switching comes before the restart."""
+        return (self.assumptions.ocs_s + self.assumptions.restart_s) / 3600
+
+    def _choose(self) -> Allocation:
+        cube = self.assumptions.cube
+        whole = whole_parts(self._live(), cube)
+        box = _largest_of(whole.shape, int(whole.sum()))
+        if box is None:
+            return self._nothing
+        used = np.zeros_like(whole)
+        used.flat[np.flatnonzero(whole)[: math.prod(box)]] = True
+        for axis, n in enumerate(cube):
+            used = np.repeat(used, n, axis=axis)
+        shape = tuple(n * side for n, side in zip(box, cube, strict=True))
+        return Allocation(self._throughput.rate(math.prod(shape), self._throughput.full_s(shape)), used)
+
+
+def _largest_of(most: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """Return the box of most cubes, of at most `count`, with no side longer than `most`; of equal ones the squarest.
+
+    >>> _largest_of((4, 4), 15), _largest_of((4, 4), 7), _largest_of((2, 2), 0)
+    ((3, 4), (2, 3), None)
+    """
+    boxes = [box for box in product(*(range(1, n + 1) for n in most)) if math.prod(box) <= count]
+    return max(boxes, key=lambda box: (math.prod(box), -sum(box)), default=None)
+
+
+@final
 class ElasticSlices(Policy):
     """The job trains data-parallel over slices; without those that failed, until they are replaced.
 
@@ -298,6 +338,7 @@ POLICIES: tuple[type[Policy], ...] = (
     SubMesh,
     HotSpares,
     OpticalCubes,
+    DynamicSlices,
     ElasticSlices,
     FaultTolerant,
 )

@@ -116,7 +116,7 @@ def simulate(
 
     >>> study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
     >>> [outcome.name for outcome in study.outcomes]
-    ['quick repair', 'sub-mesh', 'hot spares', 'optical cubes', 'elastic slices', 'fault-tolerant']
+    ['quick repair', 'sub-mesh', 'hot spares', 'optical cubes', 'dynamic slices', 'elastic slices', 'fault-tolerant']
     """
     if not 0 < days < math.inf or runs < 1:
         raise ParameterError(f"A study needs at least one run of some days: got {runs} runs of {days} days.")

@@ -14,6 +14,7 @@ from meshmend.cli import (
     compare,
     doctor,
     draw,
+    export,
     lab,
     machine,
     plan,
@@ -82,6 +83,7 @@ _add("route", STUDY, "routes round holes", route.command)
 _add_group("bench", MEASURE, "real processes and links", bench.app)
 _add_group("lab", MEASURE, "a mesh on one machine", lab.app)
 _add("compile", MEASURE, "for a TPU, without one", compile_command.command)
+_add("export", MEASURE, "a plan for JAX alone", export.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Simulate months of operation under each failure policy, and report what each is worth.
 
-    Quick repair, sub-mesh, hot spares, optical cubes, elastic slices, fault-tolerant.
+    Quick repair, sub-mesh, hot spares, optical cubes, dynamic slices, elastic slices, fault-tolerant.
 
     Example: meshmend availability 32x32 --plot worth.svg
     """

@@ -94,12 +94,14 @@ class StudyOptions:
     spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="hot spares: hosts kept ready.")] = 2
     cube: Annotated[
         str | None,
-        typer.Option("--cube", metavar="DxHxW", help="optical cubes: chips replaced together; default: about 64."),
+        typer.Option(
+            "--cube", metavar="DxHxW", help="optical cubes, dynamic slices: chips lost together; default: 64."
+        ),
     ] = None
     spare_cubes: Annotated[
         int, typer.Option("--spare-cubes", metavar="N", min=0, help="optical cubes: cubes kept ready.")
     ] = 2
-    ocs_s: Annotated[float, _seconds("optical cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
+    ocs_s: Annotated[float, _seconds("cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
     slice_shape: Annotated[
         str | None,
         typer.Option("--slice", metavar="HxW", help="elastic slices: chips of a slice; default: half of two axes."),

@@ -306,7 +306,7 @@ class _Installer:
             Tables(
                 self._by_chip(loop.send),
                 self._by_chip(loop.receive),
-                self._by_chip(loop.ops) if any(len(lane.ops) > 1 for lane in loop.lanes) else None,
+                self._by_chip(loop.ops) if loop.reads_ops else None,
             )
             for loop in lowered.loops
         )

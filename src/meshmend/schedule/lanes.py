@@ -19,18 +19,31 @@ The JAX engine runs these tables, and `meshmend.cost` counts their permutes (`co
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.errors import ParameterError
 from meshmend.schedule.collective import Collective
 from meshmend.schedule.schedule import Schedule
 
-__all__ = ["KEEP", "Lane", "LaneCount", "Loop", "Lowered", "ProgramShape", "Repeat", "count_lanes", "lower"]
+__all__ = [
+    "KEEP",
+    "Lane",
+    "LaneCount",
+    "Loop",
+    "Lowered",
+    "ProgramShape",
+    "Repeat",
+    "count_lanes",
+    "lower",
+    "with_bystanders",
+]
 
 MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
@@ -80,6 +93,11 @@ class Loop:
     def n_steps(self) -> int:
         """Steps of this loop."""
         return int(self.send.shape[1])
+
+    @property
+    def reads_ops(self) -> bool:
+        """Whether the table of `ops` is needed: some lane does more than one thing."""
+        return any(len(lane.ops) > 1 for lane in self.lanes)
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,15 @@ class Lowered:
         """The shape's `owned` as a table, one row per rank."""
         return np.array(self.shape.owned, dtype=np.int32)
 
+    @property
+    def inputs(self) -> dict[str, NDArray[np.generic]]:
+        """The tables that a program reads, in its order, by name; each has one row per device."""
+        found: dict[str, NDArray[np.generic]] = {}
+        for i, loop in enumerate(self.loops):
+            found |= {f"table_{i}_send": loop.send, f"table_{i}_receive": loop.receive}
+            found |= {f"table_{i}_ops": loop.ops} if loop.reads_ops else {}
+        return found
+
 
 @dataclass(frozen=True)
 class LaneCount:
@@ -150,7 +177,7 @@ def count_lanes(schedule: Schedule) -> list[LaneCount]:
     >>> count_lanes(mm.plan(mm.Mesh("4x4"), "hamiltonian"))[0]
     LaneCount(n_steps=15, lanes=2, chunks=2, longest=1)
     """
-    if _stays_folded(schedule):
+    if stays_folded(schedule):
         folded, n_steps = _folded(schedule)[0], _repeated_steps(schedule)
         stretches = [(_stretch(folded, 0, folded.n_steps), n_steps)] if folded.n_steps else []
     else:
@@ -171,7 +198,7 @@ def lower(schedule: Schedule) -> Lowered:
     [(15, 2), (15, 2)]
     """
     repeat: Repeat | None = None
-    if _stays_folded(schedule):
+    if stays_folded(schedule):
         loops, repeat = _lower_repeated(schedule)
     else:
         stretches = _merge(_stretches(schedule))
@@ -187,7 +214,45 @@ def lower(schedule: Schedule) -> Lowered:
     return Lowered(shape, loops)
 
 
-def _stays_folded(schedule: Schedule) -> bool:
+def with_bystanders(lowered: Lowered, places: Sequence[int] | Sequence[Sequence[int]], n_devices: int) -> Lowered:
+    """Return the same loops over more devices than chips: rank r is device `places[r]`, all others stand by.
+
+    A device that stands by runs every permute, since a runtime may want all of its devices in one program. It sends
+    to nobody, receives nothing and keeps what it holds. Where `places[r]` are several devices, a plan between groups of
+    devices runs once per place in a group: the first devices of all groups sum what they have, the second ones, ….
+
+    >>> import meshmend as mm
+    >>> lowered = with_bystanders(lower(mm.plan(mm.Mesh("2x2"), "hamiltonian")), [0, 1, 3, 4], 5)
+    >>> lowered.loops[0].lanes[0].pairs, lowered.loops[0].ops[2].tolist()
+    (((0, 1), (1, 4), (3, 0), (4, 3)), [[2, 2], [2, 2], [2, 2]])
+    """
+    shape, flat = lowered.shape, np.array(places, dtype=np.int64).ravel().tolist()
+    per_chip = len(flat) // shape.n_chips
+    if len(places) != shape.n_chips or len({*flat}) < len(flat) or not ({*flat} <= {*range(n_devices)}):
+        raise ParameterError(
+            f"places should be {shape.n_chips} different numbers from 0 to {n_devices - 1}, the device of each live "
+            f"chip in order of rank; got {len(places)}: {list(places)[:8]}{' …' * (len(places) > 8)}"
+        )
+    where = np.array(flat, dtype=np.int64).reshape(shape.n_chips, per_chip)
+
+    def spread(table: NDArray[Any], idle: int) -> NDArray[Any]:
+        over = np.full((n_devices, *table.shape[1:]), idle, dtype=table.dtype)
+        over[where] = table[:, None]
+        return over
+
+    def moved(lane: Lane) -> Lane:
+        pairs = tuple((int(a), int(b)) for src, dst in lane.pairs for a, b in zip(where[src], where[dst], strict=True))
+        return Lane(pairs, lane.run, tuple(sorted({*lane.ops, KEEP})))
+
+    loops = tuple(
+        Loop(tuple(map(moved, loop.lanes)), spread(loop.send, 0), spread(loop.receive, 0), spread(loop.ops, KEEP))
+        for loop in lowered.loops
+    )
+    owned = tuple(map(tuple, spread(lowered.owned, shape.total_chunks).tolist()))
+    return Lowered(replace(shape, lanes=tuple(loop.lanes for loop in loops), owned=owned), loops)
+
+
+def stays_folded(schedule: Schedule) -> bool:
     """Whether a repeated schedule becomes one loop over a period's rows: its chunks are counted in 32 bits."""
     template = schedule.template
     return (

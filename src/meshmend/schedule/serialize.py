@@ -98,11 +98,11 @@ def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
     try:
         match path.suffix:
             case ".npz":
-                with _open_regular(path, max_bytes) as file:
-                    return _read_npz(file, max_bytes)
+                with open_regular(path, max_bytes) as file:
+                    return read_npz(file, max_bytes)
             case ".txt":
                 limit = min(max_bytes, MAX_TEXT_BYTES)
-                with _open_regular(path, limit) as file:
+                with open_regular(path, limit) as file:
                     return from_text(file.read(limit).decode())
             case other:
                 raise ScheduleFileError(f"its name ends in {other!r}; a schedule is .npz or .txt.")
@@ -117,10 +117,10 @@ def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
         raise ScheduleFileError(f"{path} is damaged or is not a schedule: {why}") from error
 
 
-def _open_regular(path: Path, max_bytes: int) -> IO[bytes]:
+def open_regular(path: Path, max_bytes: int, *, flags: int = 0) -> IO[bytes]:
     """Open a regular file of known size: no pipe that never ends and no device, even behind symbolic links."""
     # Without O_NONBLOCK, opening a pipe without a writer would block forever.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | flags)
     file = os.fdopen(handle, "rb") if stat.S_ISREG(os.fstat(handle).st_mode) else None
     if file is None:
         os.close(handle)
@@ -154,7 +154,8 @@ def _describe(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
+def read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
+    """Read the `.npz` form from an open file."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = [info.filename for info in archive.infolist()]
