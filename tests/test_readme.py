@@ -97,6 +97,16 @@ def test_it_fits_on_two_screens() -> None:
     assert len(README.splitlines()) <= 120
 
 
+def test_what_tenstorrents_runtime_opens_is_what_it_answered() -> None:
+    kept = json.loads((ROOT / "src/meshmend/machines/ttnn_meshes.json").read_text(encoding="utf-8"))
+    (galaxy,) = (one for one in kept["machines"] if one["hardware"] == "tenstorrent-wormhole-galaxy")
+    singles = [one for one in galaxy["losses"] if len(one["lost"]) == 1]
+    opened = sorted({len(one["opened"]["devices"]) for one in singles})
+    assert len(singles) == 32
+    assert f"with one of 32 chips gone, its runtime opens a mesh of {opened[0]} or {opened[1]}" in README
+    assert len(opened) == 2
+
+
 def test_what_the_job_prints_is_what_the_launcher_says() -> None:
     """Line by line, as `tests/jax_restart/test_transcript.py` finds them: the figures are those of one run."""
     (printed,) = re.findall(r"^```text\n(.*?)^```$", README, re.M | re.S)
