@@ -164,14 +164,15 @@ class MachineOptions:
     intended: IntendedOption = None
 
     @cached_property
-    def _read(self) -> Machine:
+    def described(self) -> Machine:
+        """The machine that the description amounts to."""
         if self.machine is None:
             raise ParameterError("There is no description to read: give --machine FILE.")
         return read_machine(self.machine, intended=self.intended)
 
     def hardware(self, given: str | None) -> str | None:
         """Return the hardware that was given, else what the machine's description says; None if nothing does."""
-        return given if given is not None or self.machine is None else self._read.hardware
+        return given if given is not None or self.machine is None else self.described.hardware
 
     def mesh(self, shape: str | None, holes: HoleOptions) -> Mesh:
         """Return the machine's mesh with further holes, or the mesh of the shape."""
@@ -184,7 +185,7 @@ class MachineOptions:
         if shape is not None or holes.wrap != "none":
             said = shape if shape is not None else f"--wrap {holes.wrap}"
             raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
-        return holes.added_to(self._read.usable_mesh)
+        return holes.added_to(self.described.usable_mesh)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,16 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip as its operator knows it: its name, the host or board that it is on, and whether it has failed."""
+    """A chip as its operator knows it: its name, the host or board that it is on, and whether it has failed.
+
+    `device` is the number by which the machine's runtime knows it, where the description has one.
+    """
 
     name: str
     host: str | None = None
     failed: bool = False
     coordinate: Coordinate | None = None
+    device: int | None = None
 
 
 @dataclass
@@ -31,7 +35,8 @@ class Description:
     """The facts of one file.
 
     `chips` are by a key that stays the same as long as the chip does (its unique id where there is one), `cables` by
-    two such keys, with the number of channels that work. `grids` are what the machine may be, None if nothing says so.
+    two such keys, with the number of channels that work. `channel_ends` are these channels by their number at either
+    end, where the description has them. `grids` are what the machine may be, None if nothing says so.
     With `lists_cables` a cable that is not listed is missing; without, all cables of the grid are there but those that
     are listed as failed or slow. `bad_hosts` have failed, with their reason. `links` is the health of single links, by
     their name, and `link_names` the cables that links belong to.
@@ -41,6 +46,7 @@ class Description:
     file: str
     chips: dict[str, Chip] = field(default_factory=dict)
     cables: dict[Pair, int] = field(default_factory=dict)
+    channel_ends: dict[Pair, list[tuple[int, int]]] = field(default_factory=dict)
     grids: list[Grid] | None = None
     lists_cables: bool = True
     channels: int | None = None
@@ -62,10 +68,12 @@ class Description:
             raise MachineError(f"{self.file}: expected at most {MAX_CHIPS:,} chips, got more.", file=self.file)
         self.chips[key] = chip
 
-    def add_channel(self, a: str, b: str, channels: int = 1) -> None:
-        """Add channels to the cable between two chips."""
+    def add_channel(self, a: str, b: str, channels: int = 1, ends: tuple[int, int] | None = None) -> None:
+        """Add channels to the cable between two chips; `ends` are the numbers of one channel at both chips."""
         pair = (a, b) if a < b else (b, a)
         self.cables[pair] = self.cables.get(pair, 0) + channels
+        if ends is not None:
+            self.channel_ends.setdefault(pair, []).append(ends if a < b else ends[::-1])
 
 
 def read_topology(text: str, file: str) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ class Machine:
     `chips` has the chips that the description names, by coordinate, failed ones included. `notes` says what was
     assumed and what was not understood. `unplaced` are failures whose place nothing tells, with their reason: as long
     as there are any, `mesh` is not the machine, and `usable_mesh` refuses it. `hardware` is the preset that fits.
+
+    `devices` are the numbers by which the machine's runtime knows its live chips, and `channels` the channels of each
+    live cable, by their number at its first and at its second end; both are empty where the description has none.
     """
 
     mesh: Mesh
@@ -36,6 +39,8 @@ class Machine:
     hardware: str | None = None
     notes: tuple[str, ...] = ()
     unplaced: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    devices: Mapping[Coordinate, int] = dataclasses.field(default_factory=dict)
+    channels: Mapping[Cable, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def hardware_through_xla(self) -> str | None:
@@ -182,7 +187,23 @@ def _alone(found: Description) -> tuple[Machine, Coordinates]:
     mesh = Mesh(grid.shape, wrap=grid.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     chips = {coordinate: found.chips[key] for key, coordinate in coordinates.items()}
     machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes), dict(found.bad_hosts))
-    return machine, coordinates
+    return _addressed(machine, found, coordinates), coordinates
+
+
+def _addressed(machine: Machine, found: Description, coordinates: Coordinates) -> Machine:
+    """Return the machine with the numbers of its live devices and channels, as the description of today has them."""
+    mesh = machine.mesh
+    live = {key: at for key, at in coordinates.items() if mesh.live[at]}
+    devices = {at: device for key, at in live.items() if (device := found.chips[key].device) is not None}
+    joined = {tuple(sorted((mesh.chip(a), mesh.chip(b)))) for a, b in mesh.cables.tolist()}
+    channels: dict[Cable, tuple[tuple[int, int], ...]] = {}
+    for (a, b), ends in found.channel_ends.items():
+        if a in live and b in live:
+            one, other = live[a], live[b]
+            if (min(one, other), max(one, other)) in joined:
+                straight = ends if one < other else [end[::-1] for end in ends]
+                channels[min(one, other), max(one, other)] = tuple(sorted(straight))
+    return dataclasses.replace(machine, devices=devices, channels=channels)
 
 
 def _placed(found: Description) -> tuple[Grid, Coordinates, list[str]]:
@@ -271,7 +292,7 @@ def _minus(intended: Description, found: Description) -> Machine:
     _check_same_grid(found, [Grid.of(whole.mesh.shape, whole.mesh.wrap)])
     notes = [*whole.notes, *found.notes]
     failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.cable_rates)
-    unplaced = dict(whole.unplaced)
+    unplaced, here = dict(whole.unplaced), Coordinates()
     if found.links is not None:
         more_failed, more_cables, more = _by_links(intended, found, coordinates)
         failed, cables, notes = failed + more_failed, cables + more_cables, notes + more
@@ -311,7 +332,8 @@ def _minus(intended: Description, found: Description) -> Machine:
     rates = {cable: rate for cable, rate in rates.items() if cable not in set(cables)}
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
-    return Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
+    machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
+    return _addressed(machine, found, here)
 
 
 def _moved(found: Description, intended: Description, grid: Grid, coordinates: Coordinates) -> list[str]:

@@ -50,7 +50,8 @@ def read(root: Entry) -> Description:
         if not isinstance(chip, int) or isinstance(chip, bool):
             arch.refuse("a chip's number as the key", repr(chip)[:40])
         key_of[chip] = str(unique[chip]) if chip in unique else f"chip {chip}"
-        found.add_chip(key_of[chip], Chip(f"chip {chip}", boards.get(chip), coordinate=coordinates.get(chip)))
+        named = Chip(f"chip {chip}", boards.get(chip), coordinate=coordinates.get(chip), device=chip)
+        found.add_chip(key_of[chip], named)
     used: set[tuple[object, int]] = set()
     for row in root.rows("ethernet_connections"):
         ends = [_end(end, key_of) for end in row.rows()]
@@ -63,7 +64,7 @@ def read(root: Entry) -> Description:
         if {(a, a_channel), (b, b_channel)} & used:
             row.refuse("each channel of a chip once", "one that another cable has")
         used |= {(a, a_channel), (b, b_channel)}
-        found.add_channel(a, b)
+        found.add_channel(a, b, ends=(a_channel, b_channel))
     away = root.get("ethernet_connections_to_remote_devices")
     n_away = 0 if away is None else sum(1 for _ in away.rows())
     if n_away:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.state.boxes import Box, ChunkGrid, overlap, rectangles, size_of
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.layout import StateLayout, put
@@ -426,7 +426,7 @@ def test_a_host_that_cannot_write_stops_all_of_them(tmp_path: Path) -> None:
     hosts = Hosts(job, 3, tmp_path)
     hosts.fails = 1
     hosts.run(copy_to_host(job.layout, *job.after_two_steps()))
-    assert [type(result) for result in hosts.results] == [RestartError, OSError, RestartError]
+    assert [type(result) for result in hosts.results] == [TransientError, OSError, TransientError]
     assert "process 1: full" in str(hosts.results[0])
     assert not any(hosts.committed)
 
