@@ -224,7 +224,7 @@ def with_bystanders(lowered: Lowered, places: Sequence[int] | Sequence[Sequence[
     >>> import meshmend as mm
     >>> lowered = with_bystanders(lower(mm.plan(mm.Mesh("2x2"), "hamiltonian")), [0, 1, 3, 4], 5)
     >>> lowered.loops[0].lanes[0].pairs, lowered.loops[0].ops[2].tolist()
-    (((0, 1), (1, 4), (3, 0), (4, 3)), [[2, 2], [2, 2], [2, 2]])
+    (((0, 3), (1, 4), (3, 0), (4, 1)), [[2, 2], [2, 2], [2, 2]])
     """
     shape, flat = lowered.shape, np.array(places, dtype=np.int64).ravel().tolist()
     per_chip = len(flat) // shape.n_chips
