@@ -105,6 +105,6 @@ def test_a_kernel_gains_from_slack_what_lock_step_cannot() -> None:
         schedule = mm.plan(mesh, payload_bytes=payload_bytes, hardware=hardware, mode=mode)
         return mm.predict(schedule, payload_bytes, hardware, mode=mode).seconds
 
-    kernel, xla = seconds("tpu-v6e-pallas", "asynchronous") / unit, seconds("tpu-v6e", "lock-step") / unit
+    kernel, lock_step = seconds("tpu-v6e-pallas", "asynchronous") / unit, seconds("tpu-v6e", "lock-step") / unit
     assert 0.5278 < kernel <= 0.72
-    assert xla > 1.0
+    assert lock_step > 1.35 * kernel  # though its steps and messages cost nothing to start
