@@ -130,7 +130,7 @@ class _Kernel:
             _when(chip >= 0, pl.semaphore_wait, barrier, 1)
 
     def _signal(self, semaphore: Ref, chip: Index) -> None:
-        pl.semaphore_signal(semaphore, 1, device_id={self.axis: chip}, device_id_type=pl.DeviceIdType.MESH)
+        pl.semaphore_signal(semaphore, 1, device_id={self.axis: chip})
 
     def _partner(self, end: int, port: Index) -> tuple[Index, Index]:
         """Return the chip at the other end of a port, and its own port there."""
@@ -167,8 +167,7 @@ class _Kernel:
 
     def _remote(self, source: Ref, to: Ref, sent: Ref, arrived: Ref, chip: Index) -> Ref:
         there: dict[str | tuple[str, ...], Index] = {self.axis: chip}
-        kind = pl.DeviceIdType.MESH
-        return pltpu.make_async_remote_copy(source, to, sent, arrived, device_id=there, device_id_type=kind)
+        return pltpu.make_async_remote_copy(source, to, sent, arrived, device_id=there)
 
     def _like(self, run: int, port: Index, slot: Index) -> Ref:
         """Return what a slot's semaphores are waited for with: a copy of the same length."""
