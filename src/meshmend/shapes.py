@@ -23,5 +23,8 @@ AXES = {
     "S": "elements of a whole array or payload, flat",
     "P": "elements of a device's part of the state, flat",
     "I": "devices of a tile; one where chips are not cut into tiles",
+    "J": "instructions of a chip",
+    "W": "words of a chip's instructions, filled up to whole blocks",
+    "V": "ports of a chip: the chips that it sends to or receives from; flat, four numbers for each",
     "Q": "pieces of the parameters, each with a digest",
 }

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.loops import Chunks, hidden_zero, run
+from meshmend.jax.pallas.installed import Engine, expect_engine
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective
@@ -40,6 +41,7 @@ def all_reduce(
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
     counts: Annotated[jax.Array, "[]"] | None = None,
+    engine: Engine | None = None,
 ) -> Tree:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
@@ -48,7 +50,8 @@ def all_reduce(
     and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
     integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. `unroll` writes the
     steps out one by one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
-    A device where `counts` is false adds zeros, whatever it has.
+    A device where `counts` is false adds zeros, whatever it has. `engine` is the one that the program was installed
+    for (`install(…, engine="pallas")`); to name the other is an error.
 
     Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype: a float32 loss
     beside float32 gradients costs nothing. Leaves of a dtype that have fewer elements together than the plan has
@@ -63,6 +66,8 @@ def all_reduce(
     [198, 210, 222]
     """
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
+    if engine is not None:
+        expect_engine(engine, program.engine)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     if mean:

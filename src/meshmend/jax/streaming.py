@@ -34,7 +34,8 @@ from meshmend.jax.collectives import (
 from meshmend.jax.elementwise import update_weights
 from meshmend.jax.layerwise import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
 from meshmend.jax.loops import Chunks, run_with_update
-from meshmend.jax.program import Program
+from meshmend.jax.pallas.update import NoLayers, OwnerUpdate, only_weights
+from meshmend.jax.program import ChunkLayout, Program
 
 Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
 """A chip's own chunks, one per row, each in the shape that it travels in."""
@@ -83,7 +84,7 @@ def streamed_update(
         return ShardedLayers([LayerPart(len(like), groups, numbers, tile)], program, whole, is_streamed=True)
 
     # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first = layers_of(jnp.zeros((), jnp.int32))
+    first: ShardedLayers | NoLayers = NoLayers() if program.kernel else layers_of(jnp.zeros((), jnp.int32))
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
@@ -106,6 +107,16 @@ def streamed_update(
 
     payload = tuple(sum_in_chip(group.pack(leaves), layout) for group in groups)
     down = tuple(gather_dtype(group, like) for group in groups)
+    if program.kernel is not None:
+
+        def formula(sums: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+            weights, after = update(others[-1:], others[:-1], (sums,), first)
+            return *weights, *split.parts(after)[1]
+
+        own = OwnerUpdate(only_weights(rows), before, formula)
+        chunks, *new = program.kernel.run(payload[0], layout.axis, layout.platform, own)
+        new_params = _unpacked((chunks.astype(down[0]),), groups, params, layout)
+        return new_params, split.join(numbers, map(_shards, new))
     kept = tuple(jnp.zeros_like(x) for x in rows) if limits else ()
     start = Streamed(before, kept, tuple(jnp.zeros((), square.dtype) for square in first.squares))
     payload, held = run_with_update(payload, start, program, apply, down)
@@ -133,11 +144,17 @@ def streamed_update(
         payload, arrays = lax.fori_loop(0, exceeded.astype(jnp.int32), again, (payload, held.state))
     else:
         arrays = held.state
+    return _unpacked(payload, groups, params, layout), split.join(numbers, map(_shards, arrays))
+
+
+def _unpacked(payload: Sequence[Chunks], groups: Sequence[Group], params: Tree, layout: ChunkLayout) -> Tree:
+    """Return what has come down as parameters."""
+    like = jax.tree.leaves(params)
     results = list(like)
     for chunks, group in zip(payload, groups, strict=True):
         for i, values in group.unpack(join_in_chip(chunks, layout), like):
             results[i] = values.astype(like[i].dtype)
-    return jax.tree.unflatten(jax.tree.structure(params), results), split.join(numbers, map(_shards, arrays))
+    return jax.tree.unflatten(jax.tree.structure(params), results)
 
 
 class _SplitState:

@@ -1,0 +1,94 @@
+"""Schedules for the tests of the kernel, instructions that were broken on purpose, and runs in interpret mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from numpy.typing import NDArray
+
+import meshmend as mm
+import meshmend.jax as mmj
+from jax_engine.cases import on_chips
+from jax_engine.pallas.kernel_model import decode
+from meshmend.jax.pallas.installed import InstalledKernel
+from meshmend.jax.pallas.instructions import Instructions, Kind
+from meshmend.planning import PLANNERS
+
+MODES: tuple[Literal["on_wait", "eager"], ...] = ("on_wait", "eager")
+HOLES = [f"2x2@{row},{column}" for row in range(3) for column in range(3)]
+CREDIT, DIRECT, ADD = 1 << 3, 1 << 4, 1 << 5
+"""Bits of an instruction's second word."""
+
+
+def plan_small(mesh: mm.Mesh, planner: str) -> mm.Schedule | None:
+    """A short plan, or None where the planner does not serve the mesh."""
+    parameters: dict[str, Any] = {"chunks": 2 * mesh.n_chips} if planner == "weave" else {}
+    if PLANNERS[planner](**parameters).unsupported_reason(mesh) is not None:
+        return None
+    return mm.plan(mesh, planner, **parameters)
+
+
+def fabric_for(mesh: mm.Mesh) -> mmj.Fabric:
+    return mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+
+
+def with_word(made: Instructions, chip: int, position: int, word: int) -> Instructions:
+    words = made.words.copy()
+    words[chip, position, 1] = word
+    return replace(made, words=words)
+
+
+def without_credit(made: Instructions, number: int = 0) -> Instructions:
+    """The same where one slot of a channel is used once more than there are credits for it: nobody waits for it."""
+    found = 0
+    for chip, words in enumerate(made.words.tolist()):
+        for position, pair in enumerate(words):
+            one = decode((pair[0], pair[1]))
+            if one.kind is not Kind.SEND or not one.credit:
+                continue
+            if found < number:
+                found += 1
+                continue
+            dst, into = (int(end) for end in made.ports[chip, :2, one.port])
+            gives = next(
+                i
+                for i, other in enumerate(map(decode, map(tuple, made.words[dst].tolist())))
+                if (other.kind, other.credit, other.port, other.slot) == (Kind.RECEIVE, True, into, one.slot)
+            )
+            broken = with_word(made, chip, position, pair[1] & ~CREDIT)
+            return with_word(broken, dst, gives, int(made.words[dst, gives, 1]) & ~CREDIT)
+    raise AssertionError("no send waits for a credit")
+
+
+def interpret(mode: Literal["on_wait", "eager"]) -> Any:
+    """Run kernels as a TPU would, with the race detector on; what nobody has written is NaN."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode, uninitialized_memory="nan")
+    return pltpu.force_tpu_interpret_mode(params)
+
+
+def all_reduce_on_chips(fabric: mmj.Fabric, tree: Any, program: mmj.Program, mode: Any, **options: Any) -> Any:
+    """All-reduce a tree with one row per chip."""
+    with interpret(mode):
+        got = on_chips(fabric, lambda tree, program: mmj.all_reduce(tree, program, **options), tree, program)
+        return jax.tree.map(np.asarray, got)
+
+
+def run_made(fabric: mmj.Fabric, made: Instructions, payload: NDArray[np.generic], mode: Any) -> NDArray[np.generic]:
+    """Run instructions over chunks, one row per chip."""
+    tables = [jax.device_put(table, fabric.sharding("chip")) for table in (made.flat_words, made.flat_ports)]
+
+    def local(chunks: jax.Array, words: jax.Array, ports: jax.Array) -> jax.Array:
+        own = InstalledKernel(words[None], ports[None], made.shape)
+        return own.run(chunks, "chip", "cpu")[0]
+
+    with interpret(mode):
+        return np.asarray(on_chips(fabric, local, payload, *tables))
+
+
+def integers(mesh: mm.Mesh, *shape: int) -> NDArray[np.float32]:
+    """Whole numbers, one row per chip: their sums are exact in any order."""
+    return np.random.default_rng(0).integers(-9, 9, size=(mesh.n_chips, *shape)).astype(np.float32)
