@@ -86,11 +86,11 @@ def test_a_plan_without_an_update_gives_the_same_program_for_scalars() -> None:
 
 def test_halves_need_no_whole_where_there_is_a_plan_for_scalars() -> None:
     fabric = holed()
-    halves = {"scatter": reduce_scatter_of(long_plan()), "gather": all_gather_of(long_plan())}
-    pair = mmj.install(None, fabric, **halves, scalars=short_plan(), update="two-phase")
+    scatter, gather = reduce_scatter_of(long_plan()), all_gather_of(long_plan())
+    pair = mmj.install(None, fabric, scatter=scatter, gather=gather, scalars=short_plan(), update="two-phase")
     assert pair.for_scalars.n_steps == short_plan().n_steps
     with pytest.raises(ParameterError, match=r"no plan for the few numbers .* as in scalars=mm\.plan\(fabric\.mesh"):
-        mmj.install(None, fabric, **halves, update="two-phase")
+        mmj.install(None, fabric, scatter=scatter, gather=gather, update="two-phase")
     with pytest.raises(ParameterError, match=r"Expected a Schedule, .* got a NoneType"):
         mmj.install(None, fabric, scalars=short_plan(), update="two-phase")
     with pytest.raises(ParameterError, match="Scalars go with an all-reduce, got them with a schedule for all-gather"):
