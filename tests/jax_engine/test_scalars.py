@@ -94,10 +94,10 @@ def test_halves_need_no_whole_where_there_is_a_plan_for_scalars() -> None:
     with pytest.raises(ParameterError, match=r"Expected a Schedule, .* got a NoneType"):
         mmj.install(None, fabric, scalars=short_plan(), update="two-phase")
     with pytest.raises(ParameterError, match="Scalars go with an all-reduce, got them with a schedule for all-gather"):
-        mmj.install(halves["gather"], fabric, scalars=short_plan())
+        mmj.install(gather, fabric, scalars=short_plan())
     for update in UPDATES:
         with pytest.raises(ParameterError, match="Expected an all-reduce as scalars, got a schedule for all-gather"):
-            mmj.install(long_plan(), fabric, update=update, scalars=halves["gather"])
+            mmj.install(long_plan(), fabric, update=update, scalars=gather)
         with pytest.raises(ScheduleError, match=r"The schedule is for .* Plan for fabric\.mesh"):
             mmj.install(long_plan(), fabric, update=update, scalars=mm.plan(mm.Mesh("4x4"), "latency"))
 

@@ -43,25 +43,22 @@ def with_word(made: Instructions, chip: int, position: int, word: int) -> Instru
 
 
 def without_credit(made: Instructions, number: int = 0) -> Instructions:
-    """The same where one slot of a channel is used once more than there are credits for it: nobody waits for it."""
-    found = 0
-    for chip, words in enumerate(made.words.tolist()):
-        for position, pair in enumerate(words):
-            one = decode((pair[0], pair[1]))
-            if one.kind is not Kind.SEND or not one.credit:
-                continue
-            if found < number:
-                found += 1
-                continue
-            dst, into = (int(end) for end in made.ports[chip, :2, one.port])
-            gives = next(
-                i
-                for i, other in enumerate(map(decode, map(tuple, made.words[dst].tolist())))
-                if (other.kind, other.credit, other.port, other.slot) == (Kind.RECEIVE, True, into, one.slot)
-            )
-            broken = with_word(made, chip, position, pair[1] & ~CREDIT)
-            return with_word(broken, dst, gives, int(made.words[dst, gives, 1]) & ~CREDIT)
-    raise AssertionError("no send waits for a credit")
+    """The same where one send does not wait for its credit, and the receive that would give it does not."""
+
+    def places(chip: int, kind: Kind, port: int | None = None, slot: int | None = None) -> list[int]:
+        """Where a chip has instructions of a kind with a credit, of one slot if it is given."""
+        ones = [decode((a, b)) for a, b in made.words[chip].tolist()]
+        found = [i for i, one in enumerate(ones) if one.kind is kind and one.credit]
+        return [i for i in found if port is None or (ones[i].port, ones[i].slot) == (port, slot)]
+
+    waits = [(chip, at) for chip in range(len(made.words)) for at in places(chip, Kind.SEND)]
+    chip, at = waits[number]
+    one = decode((int(made.words[chip, at, 0]), int(made.words[chip, at, 1])))
+    dst, into = (int(end) for end in made.ports[chip, :2, one.port])
+    turn = places(chip, Kind.SEND, one.port, one.slot).index(at)
+    gives = places(dst, Kind.RECEIVE, into, one.slot)[turn]
+    broken = with_word(made, chip, at, int(made.words[chip, at, 1]) & ~CREDIT)
+    return with_word(broken, dst, gives, int(made.words[dst, gives, 1]) & ~CREDIT)
 
 
 def interpret(mode: Literal["on_wait", "eager"]) -> Any:
