@@ -113,8 +113,8 @@ def through_xla(hardware: str) -> str:
     >>> through_xla("tpu-v6e"), through_xla("tpu-v6e-xla"), through_xla("tenstorrent-t3000")
     ('tpu-v6e-xla', 'tpu-v6e-xla', 'tenstorrent-t3000')
     """
-    is_fabric = re.fullmatch(r"tpu-v\w+", hardware) is not None
-    return f"{hardware}-xla" if is_fabric else hardware
+    tpu = re.fullmatch(r"(tpu-v\w+)(?:-pallas)?", hardware)
+    return hardware if tpu is None else f"{tpu[1]}-xla"
 
 
 Coordinates = dict[str, Coordinate]

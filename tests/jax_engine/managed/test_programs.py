@@ -59,7 +59,7 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
 def test_no_part_of_a_job_jits_past_its_fabric() -> None:
     """By its own name, which also a decorator has; `fabric.jit` gives the options."""
     source = Path(meshmend.__file__).parent
-    files = [file for part in OF_JOBS for file in source.glob(part)]
+    files = [file for part in OF_JOBS for file in source.glob(part) if file.name != "exporting.py"]  # not run by jobs
     assert len(files) > len(OF_JOBS)
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
     found = [f"{file.relative_to(source)}:{line}" for file, tree in trees.items() for line in bare_jits(tree)]
