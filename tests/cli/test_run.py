@@ -122,6 +122,23 @@ def test_what_all_hosts_report_is_shown_once(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_what_gloos_threads_tear_apart_is_left_out_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(2)
+    for text in (
+        "[Gloo] Rank [Gloo] Rank 5 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7",
+        "6 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7",
+        "7",
+        "",
+        "the store is connected to 3 peers",
+        "7",
+        "",
+    ):
+        screen.line(0, text)
+    screen.flush()
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["host 0 │ the store is connected to 3 peers", "host 0 │ 7", "host 0 │"]
+
+
 def starts(screen: Screen, *hosts: int, number: int = 1) -> None:
     for host in hosts:
         screen.event({"event": "round", "host": host, "number": number, "hosts": list(hosts), "cut_off": []})

@@ -157,7 +157,8 @@ def check_accounts(watched: dict[str, Any], scraped: str) -> None:
 
 
 def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT + TELL_PORT)
+    slower = "    __import__('time').sleep(0.2 * (step.chips == 8))\n    if step.number in"  # to be scraped meanwhile
+    (tmp_path / "train.py").write_text(SCRIPT.replace("    if step.number in", slower) + TELL_PORT)
     port, scraped = free_port(), [""]
     words = ["--local", "2x4", "--host", "2x2", "--kill", "1@10", "--shared", "shared"]
     words += ["--metrics", f"127.0.0.1:{port}"]

@@ -14,8 +14,8 @@ from meshmend.launch.job import Event
 from meshmend.launch.watching import Watch
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
-CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to")
-"""What libraries write at every start, one line per device."""
+CHATTER = re.compile(r"\[Gloo\] Rank |is connected to (\d+ peer ranks|\d*$)|peer ranks\. Exp|peer ranks is : ")
+"""What Gloo writes at every start, one line per device, from threads that tear one another's lines."""
 NATIVE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] |\*\*\* Check failure stack|\s+@ +0x[0-9a-f]+ ")
 """Lines of XLA's own log. They matter where nothing else says why a worker has ended."""
 MOST_NATIVE = 40
@@ -57,6 +57,7 @@ class Screen:
         """How often each host has written a text in this round, and under −1 how often it was shown."""
         self._held: deque[_Held] = deque()
         self._native: defaultdict[int, deque[str]] = defaultdict(lambda: deque(maxlen=MOST_NATIVE))
+        self._chatting: set[int] = set()
         self._shown_traces: set[str] = set()
         self._phases: set[tuple[int, str]] = set()
         self._lost_at: list[float] = []
@@ -66,8 +67,10 @@ class Screen:
 
     def line(self, host: int, text: str) -> None:
         """Show a line of a worker."""
-        if CHATTER.match(text):
+        if CHATTER.search(text) or (host in self._chatting and not text.strip(" 0123456789")):
+            self._chatting.add(host)
             return
+        self._chatting.discard(host)
         if NATIVE.match(text):
             self._native[host].append(text)
             return
@@ -179,8 +182,9 @@ class Screen:
     def _resumed(self, job: Watch, now: HostRound) -> None:
         """Show that a round has done its first step."""
         step, at = now.marks[0]
-        lost = [one for one in self._lost_at if one < now.started + 1]
-        found = job.recovery(lost[0]) if lost else None
+        lost = [one for one in self._lost_at if one < at]
+        # On a busy machine it may be heard of when the others have started again: then it was before that.
+        found = job.recovery(min(lost[0], now.started - 1e-3)) if lost else None
         self._lost_at = [one for one in self._lost_at if one not in lost]
         if found is None:
             whence = f"from step {now.resumed} ({now.source}) " * (now.resumed > 0)
