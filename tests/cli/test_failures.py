@@ -204,7 +204,7 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_FAILURES = {"doctor", "lab list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "bench restart", "run", "store"}
+ELSEWHERE = {"lab run", "compile", "export", "bench restart", "run", "store"}
 """What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
@@ -237,6 +237,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
+        (["export", "4x4", "-o", "a"], "flatbuffers", "export"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "restart"], "orbax", "launch"),
     ],

@@ -47,7 +47,7 @@ def test_the_first_screen_of_the_help_is_one_screen() -> None:
         "Start here": ["plan", "verify", "compare", "draw", "run", "doctor", "studio"],
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
         "Study": ["availability", "report", "reproduce", "route"],
-        "Measure": ["compile", "bench", "lab"],
+        "Measure": ["compile", "export", "bench", "lab"],
     }
     visible = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}  # type: ignore[attr-defined]
     assert visible == {name for names in panels.values() for name in names}
@@ -163,7 +163,7 @@ def test_progress_is_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("meshmend pl", {"plan"}),
         ("meshmend plan 8x8 --planner we", {"weave"}),
-        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-xla"}),
+        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-pallas", "tpu-v6e-xla"}),
         ("meshmend draw 8x8 --what lo", {"load"}),
         ("meshmend compare 8x8 --mode a", {"asynchronous"}),
     ],
