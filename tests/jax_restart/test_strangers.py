@@ -87,7 +87,8 @@ class Watched:
         self.lines: list[str] = []
         self.where = ""
         self.called: list[subprocess.Popen[str]] = []
-        self.job = LocalJob([str(folder / "train.py")], hosts, shared, secret=SECRET, on_line=self.on_line)
+        settings: dict[str, Any] = {"on_line": self.on_line, "on_event": self.on_event}
+        self.job = LocalJob([str(folder / "train.py")], hosts, shared, secret=SECRET, **settings)
 
     def on_line(self, _: int, line: str) -> None:
         self.lines.append(line)
@@ -96,6 +97,10 @@ class Watched:
             round_ = json.loads(found[3])
             self.steps.append((int(found[1]), int(found[2]), round_["number"]))
             self.where = round_["coordinator"]
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if event["event"] == "raised":
+            self.lines.append(event["error"])
 
     def until(self, condition: Callable[[], bool]) -> None:
         while self.job.running and not condition():
