@@ -13,6 +13,8 @@ import csv
 import math
 from pathlib import Path
 
+from sheet import sheet
+
 import meshmend as mm
 from meshmend.cost import Hardware
 from meshmend.cost.hardware import adjusted
@@ -110,7 +112,7 @@ def draw_gaps(rows: list[Row]) -> str:
         parts.append(f'<text class="soft" x="{x + 8:.1f}" y="{y + 14:g}">{float(row["seconds"]):.1f} s</text>')
         y += height
     label = "Measured seconds of an all-reduce of 32 MB by mesh and planner, split into what they are spent on."
-    return sheet(920, round(y) + 10, parts, label)
+    return sheet(920, round(y) + 10, parts, label, STYLE)
 
 
 def draw_payloads(rows: list[Row]) -> str:
@@ -142,15 +144,7 @@ def draw_payloads(rows: list[Row]) -> str:
         at, said = max(at + 17, y + 4), "auto (weave)" if planner == "auto" else planner
         parts.append(f'<text class="{"bold" if planner == "auto" else ""}" x="{right + 12}" y="{at:.1f}">{said}</text>')
     label = "Predicted time of each planner over the least possible, by payload: auto is the lowest everywhere."
-    return sheet(920, 326, parts, label)
-
-
-def sheet(width: int, height: int, parts: list[str], label: str) -> str:
-    card = f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join([card, *parts]) + "\n</svg>\n"
-    )
+    return sheet(920, 326, parts, label, STYLE)
 
 
 def pictures() -> dict[Path, str]:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from sheet import sheet
 
 import meshmend as mm
 from meshmend.cost import PRESETS
@@ -136,7 +137,7 @@ def draw_hero(found: dict[str, str], *, narrow: bool) -> str:
     parts = panel((16, 12), ("A board dies: its ring", "no longer closes"), HOLED, broken_rings(HOLED))
     parts += panel(second, ("meshmend weaves trees", "round the hole"), HOLED, tree(grow(HOLED, 64), 1, "tree"))
     label = "A failed board breaks a ring; a tree goes round the hole; predicted times of an all-reduce by each."
-    return sheet(*((380, 470) if narrow else (920, 244)), [*parts, *bars(found, *third)], label)
+    return sheet(*((380, 470) if narrow else (920, 244)), [*parts, *bars(found, *third)], label, STYLE)
 
 
 def draw_trees() -> str:
@@ -151,15 +152,7 @@ def draw_trees() -> str:
         parts.append(f'<line class="u{level}" x1="{x}" y1="{y}" x2="{x + 14}" y2="{y}"/>')
         parts.append(f'<text class="soft" x="{x + 18}" y="{y + 4}">{said}</text>')
     label = "A warp tree, a weft tree, a tree repaired round a hole, and how evenly the trees use the cables."
-    return sheet(400, 508, parts, label)
-
-
-def sheet(width: int, height: int, parts: list[str], label: str) -> str:
-    card = f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join([card, *parts]) + "\n</svg>\n"
-    )
+    return sheet(400, 508, parts, label, STYLE)
 
 
 def pictures() -> dict[Path, str]:

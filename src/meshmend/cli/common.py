@@ -31,6 +31,11 @@ EXIT_CODES = {
 """What each exit code means; `meshmend --help` and the documentation say the same."""
 
 
+def without_devices() -> None:
+    """Keep JAX, which is not imported yet, to the CPU: searching for a TPU that is not there takes minutes."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def mesh_facts(mesh: Mesh) -> dict[str, Any]:
     """Return the JSON description of a mesh that all commands share."""
     return {

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshmend.cli.common import mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result, without_devices
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
 from meshmend.cli.terminal import working
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
@@ -65,8 +64,7 @@ def command(
     Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
     """
     require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
-    # Compiling needs no device, and searching for a TPU that is not there takes minutes.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    without_devices()
     from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
     from meshmend.jax.tiles import tile as cut_slice
 

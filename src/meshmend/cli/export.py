@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result, without_devices
 from meshmend.cli.options import (
     HardwareOption,
     HoleOptions,
@@ -60,8 +59,7 @@ def command(
     Example: meshmend export plan.npz --payload 1GB --dtype bfloat16 -o plan-artefact/
     """
     require("jax", "optax", "flatbuffers", needed_for="meshmend export", extra="export")
-    # Exporting needs no device, and searching for a TPU that is not there takes minutes.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    without_devices()
     from meshmend.jax.compiling import export_artefact
 
     check_folder("--output", folder.parent, make=False)

@@ -184,7 +184,7 @@ class Screen:
         step, at = now.marks[0]
         lost = [one for one in self._lost_at if one < at]
         # On a busy machine it may be heard of when the others have started again: then it was before that.
-        found = job.recovery(min(lost[0], now.started - 1e-3)) if lost else None
+        found = job.recovery(min(lost[0], now.started), now.number) if lost else None
         self._lost_at = [one for one in self._lost_at if one not in lost]
         if found is None:
             whence = f"from step {now.resumed} ({now.source}) " * (now.resumed > 0)

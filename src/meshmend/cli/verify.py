@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import print_json
+from meshmend.cli.common import print_json, without_devices
 from meshmend.cli.options import JsonOption
 from meshmend.cli.plan import schedule_facts, show_schedule
 from meshmend.cli.terminal import working
@@ -62,7 +61,7 @@ def _check_program(artefact: Artefact) -> str:
         require("jax", "optax", "flatbuffers", needed_for="Comparing the program", extra="export")
     except MissingExtraError as error:
         return f"not compared: {error.missing} is not installed. {wrote} wrote it"
-    os.environ["JAX_PLATFORMS"] = "cpu"  # searching for a TPU that is not there takes minutes
+    without_devices()
     from meshmend.jax.compiling import check_program
 
     if check_program(artefact):

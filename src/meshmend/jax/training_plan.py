@@ -56,7 +56,7 @@ class TrainingPlan(StepPlan):
     @property
     def digest(self) -> str:
         """A name for the content: processes whose digests differ would run different programs."""
-        content = hashlib.sha256()
+        content = hashlib.sha256(self.engine.encode())
         for one in self.schedules:
             rows = one.template
             facts = (str(one.mesh), one.collective.value, one.total_chunks, one.repeats, one.period)

@@ -71,11 +71,14 @@ class Watch:
         chips = account.chips * len(left) // len(account.hosts)
         return replace(account, hosts=left, chips=chips)
 
-    def recovery(self, failed_at: float) -> tuple[Recovery, int] | None:
-        """Return how the job came back after a failure, and its first step since then; None if it has not."""
+    def recovery(self, failed_at: float, number: int | None = None) -> tuple[Recovery, int] | None:
+        """Return how the job came back after a failure, and its first step since then; None if it has not.
+
+        That was in the first round that has started since then, unless its `number` is given.
+        """
         rounds = rounds_of(self.histories.values())
         for before, now in pairwise(rounds):
-            if now.started > failed_at:
+            if now.started > failed_at if number is None else now.number == number:
                 stages = now.stages_since(
                     failed_at, gave_up_at(self.histories.values()), short_at(self.histories.values())
                 )
