@@ -100,7 +100,7 @@ class NamespacedJob:
         self.secret_file.write_text(secrets.token_hex(32))
         self.secret_file.chmod(0o600)
         with self._exits as exits:
-            self._memory = Path(tempfile.mkdtemp(prefix="meshmend-test-", dir="/dev/shm"))  # noqa: S108
+            self._memory = Path(tempfile.mkdtemp(prefix="meshmend-test-", dir="/dev/shm"))
             exits.callback(shutil.rmtree, self._memory, ignore_errors=True)
             name = f"n{secrets.token_hex(4)}"
             self._lab = exits.enter_context(Lab.temporary(self._network(), rate=RATE, name=name))
