@@ -22,7 +22,7 @@ def has_ipv6() -> bool:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Return the addresses and ports at which this process listens for TCP connections."""
+    """Return the addresses and ports at which this process listens for TCP connections; IPv4 as IPv4 in any case."""
     mine = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -35,5 +35,6 @@ def listening() -> set[tuple[str, int]]:
                 # The kernel prints an address as numbers of four bytes, each in the machine's order.
                 address, port = words[1].split(":")
                 numbers = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-                found.add((socket.inet_ntop(family, struct.pack(f"={len(numbers)}I", *numbers)), int(port, 16)))
+                host = socket.inet_ntop(family, struct.pack(f"={len(numbers)}I", *numbers))
+                found.add((host.removeprefix("::ffff:"), int(port, 16)))
     return found

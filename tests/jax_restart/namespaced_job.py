@@ -147,6 +147,12 @@ class NamespacedJob:
             memory = {"MESHMEND_MEMORY": str(self._memory / f"host-{host}")}
             self._run(host, self.place(host), words, {**memory, **self._environment(host)})
 
+    def call(self, host: int, *words: str, timeout_s: float) -> tuple[int, str]:
+        """Run another `meshmend` command on a host to its end; return its exit status and what it wrote."""
+        name = f"call-{host}"
+        self._run(name, self.place(host), words, {"MESHMEND_MEMORY": str(self._memory / name)})
+        return self._processes[name].wait(timeout_s), self.output(name)
+
     def output(self, host: int | str) -> str:
         """Return all that a host, or "store", has written so far."""
         return self._log(host).read_text(errors="replace") if self._log(host).exists() else ""
@@ -242,7 +248,7 @@ class NamespacedJob:
 
     def _run(self, name: int | str, at: tuple[int, int], words: Sequence[str], more: Mapping[str, str]) -> None:
         """Run `meshmend` in a namespace, as a machine with a name of its own."""
-        own = f"host{name}" if isinstance(name, int) else name
+        own = "-".join(["host", *map(str, at)])
         hosts = self.folder / f"{own}.hosts"
         hosts.write_text(f"127.0.0.1 localhost\n{self._resolves_to or self.lab.address(at)} {own}\n")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("MESHMEND", "XLA"))}
@@ -269,6 +275,6 @@ class NamespacedJob:
     def _kill_all(self) -> None:
         for host in [name for name in self._processes if isinstance(name, int)]:
             self.kill(host)
-        if (store := self._processes.get("store")) is not None:
-            store.kill()
-            store.wait()
+        for other in self._processes.values():
+            other.kill()
+            other.wait()
