@@ -1,7 +1,7 @@
 """All that meshmend uses of JAX beyond its public API. No other module does (`tests/test_architecture.py`).
 
-JAX may move any of this in a minor release: whether it is all there is looked up when this is imported, and
-`tests/jax_engine/test_private.py` has a test for each that says what breaks.
+JAX may move any of this in a minor release: whether it is all there is looked up when this is imported (what only jobs
+on CPU devices use, when they do), and `tests/jax_engine/test_private.py` has a test for each that says what breaks.
 """
 
 from __future__ import annotations
