@@ -67,8 +67,9 @@ class NamespacedJob:
     """`meshmend store`, and one `meshmend run` per host of the machine `shape`, each in its own namespace.
 
     `argv` is the script and its arguments, `options` are further options of `meshmend run`. `resolves_to` is the
-    address that each host has under its own name, None for the one by which others reach it. `environment` returns
-    what a host gets besides. Leaving the `with` block kills every process and removes the namespaces.
+    address that each host has under its own name, None for the one by which others reach it. With `store_on`, the store
+    is on the machine of that host, and all find it by the machine's name. `environment` returns what a host gets
+    besides. Leaving the `with` block kills every process and removes the namespaces.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class NamespacedJob:
         host: str = "1x1",
         options: Sequence[str] = (),
         resolves_to: str | None = "127.0.1.1",
+        store_on: int | None = None,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> None:
         self.hosts = Hosts.of(shape, host)
@@ -89,6 +91,7 @@ class NamespacedJob:
         self._argv = [str(word) for word in argv]
         self._options = [*("--shape", shape, "--host", host), *options]
         self._resolves_to = resolves_to
+        self._store_on = store_on
         self._environment = environment
         self._columns = (len(self.hosts) + 1) // 2
         self._processes: dict[int | str, subprocess.Popen[bytes]] = {}
@@ -117,7 +120,8 @@ class NamespacedJob:
     @property
     def store(self) -> str:
         """Where the hosts find the store."""
-        return f"{self.lab.address((1, 0))}:{DEFAULT_PORT}"
+        where = self.lab.address((1, 0)) if self._store_on is None else _name(self.place(self._store_on))
+        return f"{where}:{DEFAULT_PORT}"
 
     @property
     def lab(self) -> Lab:
@@ -135,8 +139,9 @@ class NamespacedJob:
 
     def start_store(self) -> None:
         """Start the store, or start it again where it was."""
-        secret = ("--secret-file", str(self.secret_file))
-        self._run("store", (1, 0), ["store", "--listen", self.store, *secret], {})
+        at = (1, 0) if self._store_on is None else self.place(self._store_on)
+        where = self.store if self._store_on is None else f"0.0.0.0:{DEFAULT_PORT}"
+        self._run("store", at, ["store", "--listen", where, "--secret-file", str(self.secret_file)], {})
 
     def start(self, *hosts: int) -> None:
         """Start hosts, including ones that have been switched off; without arguments, all of them."""
@@ -248,9 +253,11 @@ class NamespacedJob:
 
     def _run(self, name: int | str, at: tuple[int, int], words: Sequence[str], more: Mapping[str, str]) -> None:
         """Run `meshmend` in a namespace, as a machine with a name of its own."""
-        own = "-".join(["host", *map(str, at)])
-        hosts = self.folder / f"{own}.hosts"
-        hosts.write_text(f"127.0.0.1 localhost\n{self._resolves_to or self.lab.address(at)} {own}\n")
+        own, hosts = _name(at), self.folder / f"{name}.hosts"
+        known = {chip: self.lab.address(chip) for chip in self.lab.namespaces}  # as a name server knows them
+        known[at] = self._resolves_to or known[at]
+        lines = ["127.0.0.1 localhost", *(f"{address} {_name(chip)}" for chip, address in known.items())]
+        hosts.write_text("\n".join(lines) + "\n")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("MESHMEND", "XLA"))}
         # The hosts share this machine's cores; a name server that cannot be reached is not to be waited for.
         quick = {"JAX_PLATFORMS": "cpu", "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
@@ -278,3 +285,8 @@ class NamespacedJob:
         for other in self._processes.values():
             other.kill()
             other.wait()
+
+
+def _name(at: tuple[int, ...]) -> str:
+    """Return the name of a machine."""
+    return "-".join(["host", *map(str, at)])

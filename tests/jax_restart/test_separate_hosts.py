@@ -98,6 +98,18 @@ def test_a_job_on_one_machine_listens_on_loopback_only(tmp_path: Path, script: P
         check_done(output)
 
 
+@needs_namespaces
+def test_a_host_on_the_machine_of_the_store_is_reached_by_the_others(tmp_path: Path, script: Path) -> None:
+    """It comes to the store over loopback, as its machine's name means that there; and it has JAX's coordinator."""
+    with NamespacedJob([script], tmp_path, "1x2", store_on=0) as job:
+        (job.shared / "hurry").touch()
+        job.start()
+        assert job.wait(timeout_s=120) == {0: 0, 1: 0}, job.outputs()
+        for host in range(2):
+            check_done(job.output(host))
+            assert set(re.findall(r"step \d+ on 2 at (.*)", job.output(host))) == {job.address(host)}
+
+
 WITHOUT = """
 import jaxlib
 real = jaxlib._jax.make_gloo_tcp_collectives

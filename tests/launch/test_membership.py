@@ -92,6 +92,27 @@ def test_the_first_round_starts_when_all_hosts_have_come_in_any_order() -> None:
     job.started(0, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("address", "store_at", "coordinator"),
+    [
+        ("127.0.0.1", "", "127.0.0.1:5000"),
+        ("127.0.0.1", "10.0.0.7", "10.0.0.7:5000"),
+        ("::1", "fd00::7", "[fd00::7]:5000"),
+        ("10.0.0.8", "10.0.0.7", "10.0.0.8:5000"),
+    ],
+)
+def test_a_host_that_comes_over_loopback_is_where_the_others_reach_the_store(
+    address: str, store_at: str, coordinator: str
+) -> None:
+    membership = Membership(store_at=store_at)
+    hello = {"host": 0, "hosts": [1, 1], "machine": "", "address": address}
+    membership.arrive("only", hello, "127.0.0.1", 0.0)
+    membership.on_message("only", {"type": "join", "port": 5000}, 0.0)
+    membership.tick(100.0)
+    (message,) = [one for _, one in membership.outbox if one["type"] == "round"]
+    assert (message["coordinator"], message["store_at"]) == (coordinator, store_at)
+
+
 def test_the_first_round_goes_without_hosts_that_do_not_come() -> None:
     job = Job(4, least=2, start_s=30)
     job.arrive(3)

@@ -20,7 +20,7 @@ from typing import Any
 
 from meshmend.errors import LaunchError
 from meshmend.launch.addresses import split_address
-from meshmend.launch.membership import BEAT_S, SILENT_S, Message
+from meshmend.launch.membership import BEAT_S, SILENT_S, Message, address_elsewhere
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     HELLO,
@@ -101,7 +101,7 @@ class Member:
         self._hello: Message = {"host": host, "hosts": hosts, "machine": machine, "rounds_before": rounds_before}
         self._address = (address or "").strip("[]")
         self._reached_at = ""
-        """Under which others reach this host: what was given, or the address from which it reaches the store."""
+        """Under which this host is reached: what was given, or the address from which it reaches the store."""
         self._key = make_key(secret, job)
         self._on_message = on_message
         self._reach_s = reach_s
@@ -303,9 +303,8 @@ class Member:
                 self._stop = self._asked = None
                 self._number = int(message["number"])
                 name, coordinator, before = (message[fact] for fact in ("name", "coordinator", "before"))
-                self._assignment = Assignment(
-                    self._number, name, hosts, process, coordinator, cut_off, before, self._reached_at
-                )
+                address = address_elsewhere(self._reached_at, message.get("store_at", ""))
+                self._assignment = Assignment(self._number, name, hosts, process, coordinator, cut_off, before, address)
             elif kind in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
             elif kind == "over":

@@ -262,6 +262,9 @@ class Store:
             self._count(f"was refused: {error}", peer)
             self._send_last(peer, {"type": "refused", "why": str(error), "retryable": error.retryable})
             return
+        here = str(peer.connection.getsockname()[0]).removeprefix("::ffff:")
+        if not is_loopback(here):
+            self.membership.store_at = here
         self._joined.append(int(hello["host"]))
         self._send(peer, peer.channel.pack({"type": "beat"}))  # so that it knows that this is the store
 
