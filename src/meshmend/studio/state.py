@@ -87,12 +87,13 @@ class State:
     def of(cls, mesh: Mesh, **others: Any) -> State:
         """Return the state of a mesh, with its holes as boxes."""
         wraps = [str(axis) for axis, wrapped in enumerate(mesh.wrap) if wrapped]
+        slow = {cable: rate for cable, rate in mesh.whole.cable_rates.items() if cable not in mesh.failed_cables}
         return cls(
             shape=name_shape(mesh.shape),
             wrap="none" if not wraps else "all" if len(wraps) == mesh.n_axes else ",".join(wraps),
             fail=tuple(str(hole) for hole in mesh.holes),
             fail_cable=tuple(name_cable(cable) for cable in mesh.failed_cables),
-            cable_rate=tuple(name_cable_rates(mesh.cable_rates)),
+            cable_rate=tuple(name_cable_rates(slow)),
             **others,
         )
 
