@@ -63,7 +63,7 @@ def test_a_price_depends_on_every_number_and_on_no_word() -> None:
     other = {bool: True, int: 2, float: 2.0, type(None): 3}
     for field in fields(Wider):
         if field.name not in ("name", "sources"):
-            changed = replace(plain, **{field.name: other[type(getattr(plain, field.name))]})
+            changed = replace(plain, **{field.name: other[type(getattr(plain, field.name))]})  # type: ignore[arg-type]
             assert changed.priced != plain.priced, field.name
 
 
