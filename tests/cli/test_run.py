@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from meshmend.cli import app
 from meshmend.cli.run import Kill, parse_kill
 from meshmend.cli.screen import SAME_S, Screen
+from meshmend.launch.timeline import Timeline, timeline_of
+from meshmend.launch.watching import Watch
 
 # command, what is wrong, the words, a part of the message
 CASES: list[tuple[str, str, list[str], str]] = [
@@ -197,3 +199,22 @@ def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line[:9] for line in lines] == ["host 1 │ ", "host 1 │ ", "meshmend "]
     assert lines[-1] == "meshmend │ host 1: worker ended with SIGABRT; 2 restarts left"
+
+
+def test_only_a_start_that_measures_the_links_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    screen, job = Screen(1), Watch(tmp_path)
+    notes = Timeline(timeline_of(tmp_path, 0), job="job", host=0)
+    began = time.time() - 60
+
+    def shown(number: int, *events: str) -> list[str]:
+        for event in events:
+            notes.note(event, at=began + 10 * number, round=number)  # long ago: what comes next takes long
+        job.read()
+        screen.look(job, began)
+        return capsys.readouterr().out.splitlines()
+
+    assert shown(1, "process", "join", "fabric", "measuring") == ["meshmend │ round 1: measuring the links …"]
+    assert shown(1, "measure") == ["meshmend │ round 1: planning and compiling …"]
+    assert shown(1, "plan", "compile") == ["meshmend │ round 1: restoring the state …"]
+    assert shown(2, "process", "join", "fabric") == ["meshmend │ round 2: planning and compiling …"]
+    assert shown(2, "plan") == []

@@ -15,6 +15,7 @@ import meshmend.jax as mmj
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop
 from meshmend.errors import ParameterError
+from meshmend.jax.fabric import HARDWARE
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.job.hardware import with_hardware
 from meshmend.jax.measuring import fit
@@ -101,3 +102,16 @@ def test_virtual_devices_that_stand_for_a_described_machine_are_not_measured(
     assert hardware_of(found.fabric) == find_hardware("tpu-v6e-xla")
     given = with_hardware(session, tmp_path, "ideal", measures=True)
     assert given.fabric.hardware == find_hardware("ideal")
+
+
+def test_a_job_measures_once_and_says_so_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round finds the file, whatever is left of the machine, and its timeline says nothing of measuring."""
+    monkeypatch.setattr("meshmend.jax.measuring.TARGET_S", 0.002)
+    chips, found = [(row, column) for row in range(2) for column in range(3)], []
+    for left in (chips, chips[:-1]):
+        fabric = mmj.discover(jax.devices()[: len(left)], shape="2x3", coords=left)
+        found.append(with_hardware(initialize_alone(fabric), tmp_path / "hardware", None, measures=True))
+    first, second = ([event["event"] for event in one.timeline.events] for one in found)
+    assert first[-2:] == ["measuring", "measure"]
+    assert not {"measuring", "measure"} & {*second}
+    assert found[0].fabric.hardware == found[1].fabric.hardware != HARDWARE["cpu"]

@@ -28,7 +28,8 @@ QUIET_S = 2.0
 """A phase of a start is named when it has lasted so long."""
 PHASES = {
     "": "starting",
-    "start": "measuring the links, and planning",
+    "start": "planning and compiling",
+    "measuring": "measuring the links",
     "plan": "planning and compiling",
     "compile": "restoring the state",
     "restore": "doing the first step",

@@ -147,6 +147,7 @@ def describe(assigned: Assignment) -> dict[str, Any]:
     """Return what a worker must know of its round, for `read_launch`."""
     return {
         "number": assigned.number,
+        "address": assigned.address,
         "coordinator": assigned.coordinator,
         "hosts": list(assigned.hosts),
         "process": assigned.process,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmend.errors import LaunchError, RestartError
+from meshmend.launch.addresses import join_address, split_address
 from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
@@ -67,13 +68,16 @@ def find_store(given: str | None, environment: Mapping[str, str] | None = None) 
 def check_address(where: str, option: str, default_port: int = DEFAULT_PORT) -> str:
     """Return an address with its port, by default the store's.
 
-    >>> check_address("node7:5000", "--store"), check_address("node7", "--store")
-    ('node7:5000', 'node7:29400')
+    >>> check_address("node7:5000", "--store"), check_address("fd00::7", "--store")
+    ('node7:5000', '[fd00::7]:29400')
     """
-    name, _, port = where.rpartition(":") if ":" in where else (where, "", str(default_port))
-    if not name or not port.isdecimal() or int(port) >= 1 << 16:
-        raise LaunchError(f"{option} is {where!r}, expected an address and a port, as in 10.0.0.7:{default_port}.")
-    return f"{name}:{port}"
+    try:
+        return join_address(*split_address(where, default_port))
+    except ValueError:
+        raise LaunchError(
+            f"{option} is {where!r}, expected an address and a port: write it as 10.0.0.7:{default_port} or "
+            f"[fd00::7]:{default_port}."
+        ) from None
 
 
 def find_job(given: str | None, environment: Mapping[str, str] | None = None) -> str:
@@ -149,6 +153,8 @@ class Launch:
     """Number of each process's host, in order, where the launcher knows: then there is nothing left to find out."""
     least: int = field(default=1, repr=False)
     """Hosts that a round needs: with fewer, the launcher waits for others."""
+    address: str = field(default="", repr=False)
+    """Under which the other hosts reach this one, where the launcher knows."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.n_processes:
@@ -156,11 +162,14 @@ class Launch:
                 f"This is process {self.process} of {self.n_processes}, expected a number from 0 to "
                 f"{self.n_processes - 1}. Look at what {self.launcher} has set."
             )
-        name, _, port = self.coordinator.rpartition(":")
-        if self.coordinator and (not name or not port.isdecimal() or not 0 < int(port) < 1 << 16):
+        try:
+            is_address = not self.coordinator or split_address(self.coordinator)[1] > 0
+        except ValueError:
+            is_address = False
+        if not is_address:
             raise RestartError(
                 f"The coordinator is {self.coordinator!r}, expected an address and a port from 1 to 65535, as in "
-                f"10.0.0.7:8476. Look at what {self.launcher} has set."
+                f"10.0.0.7:8476 or [fd00::7]:8476. Look at what {self.launcher} has set."
             )
 
 
@@ -181,9 +190,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         found = json.loads(env["MESHMEND_ROUND"])
         hosts = tuple(int(host) for host in found["hosts"])
         facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
-        least = int(env.get(LEAST_HOSTS, 1))
+        least, address = int(env.get(LEAST_HOSTS, 1)), str(found.get("address", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise RestartError(
             f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
         ) from error
-    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least)
+    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least, address=address)

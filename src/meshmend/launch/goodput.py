@@ -169,6 +169,8 @@ class HostHistory:
             now.consists_of(event)
         elif kind == "refused":
             self._refused.append((AGAIN, at, at + seconds))
+        elif kind == "measuring":  # it says so before, because it takes seconds, and only the first round does it
+            now.stages.append((kind, at, at))
         elif kind in ("measure", "plan", "compile", "restore") and not now.marks:
             # Links are measured for the plan.
             now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))

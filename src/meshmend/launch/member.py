@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshmend.errors import LaunchError
+from meshmend.launch.addresses import split_address
 from meshmend.launch.membership import BEAT_S, SILENT_S, Message
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
@@ -55,6 +56,8 @@ class Assignment:
     """Hosts that are there, but that no cable joins to these: they wait."""
     before: int = 0
     """Number of the job's round before this one."""
+    address: str = ""
+    """Under which the other hosts reach this one."""
 
 
 OVER = "The job is over: "
@@ -93,11 +96,12 @@ class Member:
         rounds_before: int = 0,
         on_message: Callable[[Message], None] = lambda _: None,
     ) -> None:
-        name, _, port = store.rpartition(":")
-        self._store = (name.strip("[]"), int(port))
+        self._store = split_address(store)
         self._where = store
         self._hello: Message = {"host": host, "hosts": hosts, "machine": machine, "rounds_before": rounds_before}
-        self._address = address
+        self._address = (address or "").strip("[]")
+        self._reached_at = ""
+        """Under which others reach this host: what was given, or the address from which it reaches the store."""
         self._key = make_key(secret, job)
         self._on_message = on_message
         self._reach_s = reach_s
@@ -266,13 +270,14 @@ class Member:
             raise ConnectionError("what listens there is not a store of this version of meshmend") from None
         self._challenged = True
         mine = make_nonce()
-        address = self._address or str(connection.getsockname()[0])
         with self._changed:
+            self._reached_at = self._address or str(connection.getsockname()[0])
             assigned = self._assignment if self._stop is None else None
             running: Message | None = None
             if assigned is not None:
                 running = {"number": assigned.number, "name": assigned.name, "hosts": pack_hosts(assigned.hosts)}
-            hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
+            hello = {**self._hello, "address": self._reached_at, "nonce": mine.hex(), "running": running}
+            hello["number"] = self._number
             connection.sendall(pack(HELLO, hello, self._key, theirs, limit=MAX_HELLO_BYTES))
             self._channel = AuthenticatedChannel(self._key, mine, theirs, to="the store", of="a host")
             self._connection = connection
@@ -298,7 +303,9 @@ class Member:
                 self._stop = self._asked = None
                 self._number = int(message["number"])
                 name, coordinator, before = (message[fact] for fact in ("name", "coordinator", "before"))
-                self._assignment = Assignment(self._number, name, hosts, process, coordinator, cut_off, before)
+                self._assignment = Assignment(
+                    self._number, name, hosts, process, coordinator, cut_off, before, self._reached_at
+                )
             elif kind in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
             elif kind == "over":

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshmend.errors import MeshmendError
+from meshmend.launch.addresses import join_address
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.messages import MAX_HOSTS
 
@@ -335,7 +336,7 @@ class Membership:
             "name": self.round.name,
             "hosts": hosts,
             "cut_off": sorted(set(self._hosts_of(self._in["waiting"])) - set(hosts)),
-            "coordinator": f"{first.address}:{first.port}",
+            "coordinator": join_address(first.address, first.port),
         }
         for host in hosts:
             self._move(self._keys[host], "running")

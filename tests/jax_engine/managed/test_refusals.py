@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -223,3 +224,23 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
         Ending(session, lambda: False).close(ValueError("another"))
     assert happened[-1] == "gave up: another"
     monkeypatch.setattr(sys, "excepthook", before)
+
+
+def test_an_error_while_the_links_are_measured_ends_the_process_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orderly end would wait for processes that still measure, with a peer that is gone, and they for it."""
+    one = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))
+    session = replace(one, launch=replace(one.launch, n_processes=2))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("connection reset by peer")
+
+    monkeypatch.setattr("meshmend.jax.managed.job._join", lambda _: session)
+    monkeypatch.setattr("meshmend.jax.managed.job.with_hardware", fail)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ValueError, match="connection reset"):
+        mmj.Job(tmp_path, 8)
+    ending = getattr(sys.excepthook, "__self__", None)
+    assert isinstance(ending, Ending), "an error that nobody catches gives up"
+    atexit.unregister(ending.close)

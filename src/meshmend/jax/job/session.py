@@ -27,6 +27,7 @@ from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError,
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache, use_no_compile_cache
 from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.gloo import listen_where_reached
 from meshmend.jax.job.survivors import (
     agree_on_quarantine,
     check_connected,
@@ -39,13 +40,13 @@ from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
+from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
 from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
 from meshmend.launch.environment import Launch, read_launch
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.failure import await_stop, describe_failure, report_failure
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import wait_for_server
-from meshmend.launch.store import is_loopback
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
@@ -312,6 +313,8 @@ def initialize(
                 cluster_detection_method="deactivate",
                 **files,
             )
+        if _platform() in ("", "cpu"):
+            listen_where_reached(launched)
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
         if not _knows_coordinates(host_index):
@@ -348,7 +351,7 @@ def _credentials(launched: Launch) -> dict[str, Any]:
     has_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
     if given and has_tls:
         return write_credentials(given)
-    address = launched.coordinator.rpartition(":")[0]
+    address = split_address(launched.coordinator)[0]
     is_first = launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1
     if is_first and not is_loopback(address):
         needed = [] if has_tls else [f"JAX 0.12 or later (this is {jax.__version__})"]
@@ -366,9 +369,8 @@ def listening_address(coordinator: str) -> str | None:
     >>> listening_address("127.0.0.1:5000"), listening_address("a-name:5000")
     ('127.0.0.1:5000', None)
     """
-    address = coordinator.rpartition(":")[0]
     try:
-        _bind(f"{address}:0")
+        _bind(join_address(split_address(coordinator)[0], 0))
     except (OSError, ValueError):
         return None
     return coordinator
@@ -376,11 +378,11 @@ def listening_address(coordinator: str) -> str | None:
 
 def _bind(address: str) -> None:
     """Bind a socket to an address and port for a moment; port 0 stands for any that is free."""
-    host, _, port = address.rpartition(":")
-    ip = ipaddress.ip_address(host.strip("[]"))
-    with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as one:
+    host, port = split_address(address)
+    ipaddress.ip_address(host)  # of a name, nobody knows what the others take it for
+    with socket.socket(family_of(host)) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind((str(ip), int(port)))
+        one.bind((host, port))
 
 
 def _check_free(address: str | None) -> None:

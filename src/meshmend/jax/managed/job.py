@@ -104,10 +104,11 @@ class Job:
         if inner is not None and tile is None:
             raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
         joined = _join(self.shared) if session is None else session
+        # From here on, an error must not wait for the other processes.
+        self._ending = Ending(joined, lambda: self._is_training) if session is None else None
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
         joined = with_hardware(joined, self.shared.hardware, hardware, measures=is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
-        self._ending = Ending(self.session, lambda: self._is_training) if session is None else None
         check_shared(self.shared, self.session.coordination.exchange(self.shared.name))
 
     @property
