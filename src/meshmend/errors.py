@@ -40,6 +40,7 @@ __all__ = [
     "TransientError",
     "UpdateError",
     "VerificationError",
+    "VersionError",
     "WaitTimeoutError",
     "WrongSumError",
 ]

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import meshmend as mm
+from commandline import run
 from meshmend.cli import app
 from meshmend.cost import find_hardware, predict
 from meshmend.errors import MeshmendError, ParameterError
@@ -180,3 +181,31 @@ def test_the_command_plans_for_the_slice_as_it_is_wired(topology: str, monkeypat
     best = mm.plan(wired, payload_bytes=1e8, hardware=hardware, budget_s=2)
     found = mm.plan(wired, dataclasses.replace(planned[0][1], budget_s=2))
     assert predict(found, 1e8, hardware).seconds <= 1.05 * predict(best, 1e8, hardware).seconds
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "words", "wrap"),
+    [
+        ("v6e:8x8", "0", (True, False)),
+        ("v6e:8x8", "1", (False, True)),
+        ("v4:4x4x4", "0,2", (True, False, True)),
+        ("v4:4x4x1", "all", (True, True)),
+    ],
+)
+def test_axes_that_wrap_are_named_as_in_other_commands(
+    topology: str, words: str, wrap: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshmend.cli import compile as command
+
+    planned = []
+
+    def stop(mesh: mm.Mesh, _: Any) -> None:
+        planned.append(mesh.wrap)
+        raise MeshmendError("planned")
+
+    monkeypatch.setattr(command, "plan", stop)
+    shown = run("compile", "--topology", topology, "--wrap", words, code=1)
+    assert planned == [wrap], shown
+    refused = run("compile", "--topology", topology, "--wrap", "7", code=1, width=200)
+    assert f"--wrap 7: expected none, all, or axes from 0 to {len(wrap) - 1}" in refused
