@@ -270,20 +270,25 @@ class QuarantineError(MeshmendError, RuntimeError):
 
 
 class LostChipError(MeshmendError, RuntimeError):
-    """A chip stopped responding during an all-reduce, so this chip's payload is invalid.
+    """A chip stopped responding during a collective, so this chip's payload is invalid.
 
     Fields: `chip` (this one), `peer` (the neighbour it was waiting for, which may itself be waiting for the lost
-    chip), `mesh_name`, `why`.
+    chip), `mesh_name`, `why`, and `lost`: the chip that is dead or frozen, None where that is not known.
     """
 
-    def __init__(self, chip: Coordinate, peer: Coordinate, mesh_name: str, why: str) -> None:
+    def __init__(
+        self, chip: Coordinate, peer: Coordinate, mesh_name: str, why: str, *, lost: Coordinate | None = None
+    ) -> None:
         self.chip = chip
         self.peer = peer
         self.mesh_name = mesh_name
         self.why = why
+        self.lost = lost
+        known = "" if lost is None else f"chip {name_chip(lost)} is lost. This chip "
         super().__init__(
-            f"Chip {name_chip(chip)} gave up an all-reduce on {mesh_name}: expected data from or to {name_chip(peer)}, "
-            f"got: {why}. Discard the payload, form the group again with the chips that respond, and redo the step."
+            f"Chip {name_chip(chip)} gave up a collective on {mesh_name}: {known}expected data from or to "
+            f"{name_chip(peer)}, got: {why}. Discard the payload, form the group again with the chips that respond, "
+            "and redo the step."
         )
 
 

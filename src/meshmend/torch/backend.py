@@ -29,6 +29,7 @@ from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterErr
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
+from meshmend.torch.lost import Reports
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.payload import check_tensor, kind_of
@@ -126,13 +127,14 @@ class MeshBackend(GlooBased):
         super().__init__(gloo, store)
         self.live: Mesh = survivors(self.whole, members) if parent is None else parent.live
         self.mesh = mesh_of(self.chips, self.live)
+        self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
         self.is_part = parent is not None
         """Whether this group was made of another one, whose plans it shares."""
         self.mesh_group: MeshGroup | None = None
         """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
-            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout)
+            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout, self._reports)
         elif size > 1 and rank == 0:
             _warn_once(
                 f"The {size} members of this process group form no mesh (chips "
@@ -144,6 +146,11 @@ class MeshBackend(GlooBased):
     def hardware(self) -> Hardware:
         """What plans are made for."""
         return self._plans.hardware
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that broke this group, if any; a `LostChipError` where a chip was lost."""
+        return None if self.mesh_group is None else self.mesh_group.error
 
     def plan_for(self, hardware: Hardware) -> None:
         """Plan for other hardware from now on, in this group and all that share its plans; all members call this."""
