@@ -304,12 +304,13 @@ class DisagreementError(MeshmendError, RuntimeError):
 
     def __init__(self, calls: Sequence[str]) -> None:
         self.calls = tuple(calls)
-        # The largest group of equal members first; among groups of equal size, the one with the lowest rank.
-        words = sorted(set(self.calls), key=lambda word: (-self.calls.count(word), self.calls.index(word)))
+        callers: dict[str, list[int]] = {}
+        for rank, word in enumerate(self.calls):
+            callers.setdefault(word, []).append(rank)
         groups = []
-        for word in words:
-            ranks = [str(rank) for rank, other in enumerate(self.calls) if other == word]
-            some = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
+        # The largest group of equal members first; among groups of equal size, the one with the lowest rank.
+        for word, ranks in sorted(callers.items(), key=lambda item: (-len(item[1]), item[1])):
+            some = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
             groups.append(f"rank{'s' * (len(ranks) > 1)} {some}: {word}")
         super().__init__(
             f"The members of the process group do not call the same thing. {'; '.join(groups)}. Every member needs the "

@@ -32,13 +32,20 @@ import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import LostChipError  # noqa: E402
 from meshmend.torch import lost  # noqa: E402
 from meshmend.torch.lost import Reports  # noqa: E402
+from meshmend.torch.private import future_for_cpp  # noqa: E402
 from torch_engine.processes import free_port, remembered  # noqa: E402
 
-MESH = Mesh("2x3")
+MESH = Mesh("2x2")
 SIZE = MESH.n_chips
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 STEPS, LAST_STEP = 12, 5
 """How many steps the survivors try; the lost member takes part in the first few."""
+
+
+def world() -> mmt.MeshBackend:
+    group = dist.group.WORLD
+    assert isinstance(group, mmt.MeshBackend)
+    return group
 
 
 def data_parallel() -> Callable[[], Any]:
@@ -47,7 +54,7 @@ def data_parallel() -> Callable[[], Any]:
 
 
 def sharded() -> Callable[[], Any]:
-    model = fully_shard(torch.nn.Linear(12, 6), mesh=init_device_mesh("cpu", (SIZE,)))
+    model = fully_shard(torch.nn.Linear(12, 8), mesh=init_device_mesh("cpu", (SIZE,)))
     return lambda: model(torch.ones(8, 12)).sum().backward()
 
 
@@ -61,7 +68,7 @@ def in_background() -> Callable[[], Any]:
 
 
 def engine_hook() -> Callable[[], Any]:
-    ranks = [MESH.rank(chip) for chip in dist.group.WORLD.chips]
+    ranks = [MESH.rank(chip) for chip in world().chips]
     members = [ranks.index(rank) for rank in range(SIZE)]
     engine = mmt.Engine(
         plan(MESH, "hamiltonian"),
@@ -101,7 +108,7 @@ def take_part(rank: int, way: str, lost_rank: int, how: int, port: int, folder: 
         world_size=SIZE,
         timeout=timedelta(seconds=TIMEOUT_S),
         # Ranks in another order than chips: a rank must not be taken for its chip.
-        pg_options=mmt.MeshOptions("2x3", MESH.chip(SIZE - 1 - rank), plan=remembered),
+        pg_options=mmt.MeshOptions(MESH.shape, MESH.chip(SIZE - 1 - rank), plan=remembered),
     )
     step = WAYS[way]()
     started = time.monotonic()
@@ -112,7 +119,7 @@ def take_part(rank: int, way: str, lost_rank: int, how: int, port: int, folder: 
             started = time.monotonic()
             step()
     except RuntimeError as error:
-        kept = getattr(dist.group.WORLD.error, "lost", None)
+        kept = getattr(world().error, "lost", None)
         facts = {"text": str(error), "seconds": time.monotonic() - started, "step": number, "kept": kept}
         (folder / str(rank)).write_text(json.dumps(facts))
 
@@ -122,9 +129,7 @@ def lose(way: str, lost_rank: int, how: int, folder: Path) -> tuple[list[int | N
     for exponent in range(4):
         remembered(MESH, payload_bytes=512 * 4**exponent)
     port, fork = free_port(), multiprocessing.get_context("fork")
-    processes = [
-        fork.Process(target=take_part, args=(rank, way, lost_rank, how, port, folder)) for rank in range(SIZE)
-    ]
+    processes = [fork.Process(target=take_part, args=(rank, way, lost_rank, how, port, folder)) for rank in range(SIZE)]
     for process in processes:
         process.start()
     try:
@@ -140,8 +145,14 @@ def lose(way: str, lost_rank: int, how: int, folder: Path) -> tuple[list[int | N
     return [process.exitcode for process in processes], found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("how", "lost_rank"), [(signal.SIGKILL, 4), (signal.SIGSTOP, 1)], ids=["dies", "freezes"])
+@pytest.mark.parametrize(
+    ("way", "how", "lost_rank"),
+    [pytest.param(way, signal.SIGKILL, 2, id=f"{way}-dies") for way in WAYS]
+    + [
+        pytest.param(way, signal.SIGSTOP, 1, id=f"{way}-freezes", marks=[pytest.mark.slow] * (way != "DDP"))
+        for way in WAYS
+    ],
+)
 @pytest.mark.usefixtures("compiler")
 def test_each_survivor_has_an_error_that_names_the_lost_chip(
     way: str, how: signal.Signals, lost_rank: int, tmp_path: Path
@@ -166,4 +177,61 @@ def test_the_member_that_keeps_the_store_is_named_too(how: signal.Signals, tmp_p
     _, errors = lose("DDP", 0, how, tmp_path)
     assert set(errors) == set(range(1, SIZE))
     for found in errors.values():
-        assert "chip (1,2) is lost" in found["text"], found
+        assert "chip (1,1) is lost" in found["text"], found
+
+
+def search(store: Any, waited: dict[tuple[int, ...], list[tuple[int, ...]]], first: Any = None) -> dict[Any, Any]:
+    """Let chips look for the lost one, each of which waited for some; return what each found."""
+    found: dict[Any, Any] = {}
+    reports = {chip: Reports(store, chip, first) for chip in waited}
+    threads = [
+        threading.Thread(target=lambda chip=chip: found.update({chip: reports[chip].find(waited[chip])}))
+        for chip in waited
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+A, B, C, D = (0, 0), (0, 1), (1, 0), (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("waited", "named"),
+    [
+        ({A: [D], B: [A], C: [B]}, [D, D, D]),  # each waited for one that had given up
+        ({A: [B], B: [A, D], C: [A]}, [D, D, D]),  # A gave up first, and B noticed that before its own time was over
+        ({A: [B], B: [C], C: [A]}, [None, None, None]),  # all are alive: a cable broke
+        ({A: [C, D], B: [D]}, [C, D]),  # two are lost: each names one
+    ],
+)
+def test_the_way_from_report_to_report_leads_to_the_lost_chip(
+    waited: dict[Any, Any], named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost, "SILENCE_S", 0.2)
+    assert search(dist.HashStore(), waited) == dict(zip(waited, named, strict=True))
+
+
+def test_a_store_that_breaks_names_the_chip_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "LIMIT_S", 0.3)
+
+    class Silent(dist.TCPStore):
+        def set(self, *_: Any) -> None:
+            time.sleep(1)
+
+    store = Silent("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert search(store, {B: [C], C: [B]}, first=A) == {B: A, C: A}
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert search(store, {B: [C]}, first=A) == {B: None}
+
+
+def test_a_future_with_an_exception_is_an_error_for_cpp_too() -> None:
+    future: Any = torch.futures.Future()
+    handed_out = future_for_cpp(future)
+    future.set_exception(LostChipError(A, B, "2x2", "no answer", lost=B))
+    with pytest.raises(RuntimeError, match=r"LostChipError: Chip \(0,0\) gave up .* chip \(0,1\) is lost"):
+        handed_out.wait()
+    with pytest.raises(RuntimeError, match="chip"):  # C++ throws what `collect_all` of a future with an error ends with
+        torch.futures.collect_all([handed_out]).wait()
