@@ -76,8 +76,8 @@ def compare(own: MemberInfo, members: Sequence[MemberInfo]) -> None:
             )
         if claims[other.chip] > 1:
             raise MeshError(
-                f"{claims[other.chip]} members say that they are chip {name_chip(other.chip)}. Give each process a chip "
-                "of its own."
+                f"{claims[other.chip]} members say that they are chip {name_chip(other.chip)}. "
+                "Give each process a chip of its own."
             )
 
 
