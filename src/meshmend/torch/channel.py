@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import DisagreementError, ParameterError
+from meshmend.errors import Coordinate, DisagreementError, LostChipError, ParameterError
+from meshmend.torch.lost import Reports
 from meshmend.torch.private import Transport, Work, cpu_backend
 
 FIRST_TAG = 2**30
@@ -47,10 +48,14 @@ Post = Callable[[list[torch.Tensor], int, int], Work]
 
 
 class TransportError(Exception):
-    """The group could not move a message to or from `member`, which the engine treats as a lost chip."""
+    """The group could not move a message to or from `member`, which the engine treats as a lost chip.
+
+    `others` are members that a message was still to come from.
+    """
 
     def __init__(self, member: int, why: object) -> None:
         self.member = member
+        self.others: list[int] = []
         super().__init__(str(why))
 
 
@@ -69,14 +74,22 @@ class Deadline:
 class Channel:
     """Messages between the members of a process group, isolated from everything else on that group.
 
-    After `close` the group's connections are gone and `error` says why; every later call raises it.
+    After `close` the group's connections are gone and `error` says why; every later call raises it. `chips` says which
+    chip each member is, and `reports` finds the one that is lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Transport | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Transport | None,
+        chips: Mapping[int, Coordinate] | None = None,
+        reports: Reports | None = None,
+    ) -> None:
         self._group = _transport_of(group)
         self.rank = int(self._group.rank())
         self.size = int(self._group.size())
         self.error: Exception | None = None
+        self._chips = {} if chips is None else chips
+        self._reports = reports
         self.updating_thread: int | None = None
         """The thread that runs a caller's update now, inside a call of this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
@@ -110,6 +123,16 @@ class Channel:
         with self._queue:
             self.error = self.error or error
             self._queue.notify_all()
+
+    def lose(self, error: TransportError, mesh_name: str) -> LostChipError:
+        """Return the error of a call that the network failed, and keep it for later calls. Connections are closed."""
+        waited = [self._chips.get(member, (member,)) for member in (error.member, *error.others)]
+        own = self._chips.get(self.rank, (self.rank,))
+        is_ours = self.error is not None  # whoever closes a group on purpose has lost no chip
+        found = None if self._reports is None or is_ours else self._reports.find(waited)
+        lost = LostChipError(own, waited[0], mesh_name, str(error), lost=found)
+        self.fail(lost)
+        return lost
 
     def send(self, tensor: torch.Tensor, member: int, message: int) -> Work:
         """Start to send, as the message of that number among those of this call to this member."""
@@ -172,8 +195,12 @@ class Channel:
         for tag, distance in enumerate(distances, first_tag):
             work, member, n_words = arriving[tag - first_tag]
             target = (self.rank - distance) % self.size
-            leaving.append((self._post(self._group.send, held[:n_words], target, tag), target))
-            self.wait(work, member, deadline)
+            try:
+                leaving.append((self._post(self._group.send, held[:n_words], target, tag), target))
+                self.wait(work, member, deadline)
+            except TransportError as error:
+                error.others = [other for _, other, _ in arriving[tag - first_tag :]]
+                raise
         for work, member in leaving:
             self.wait(work, member, deadline)
         words = held.numpy()

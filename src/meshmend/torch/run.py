@@ -62,24 +62,24 @@ class ProgramRun:
         self._outboxes = {peer: _Outbox(self, own) for peer, own in numbers.items()}
         self._state = threading.Condition()
         self._error: BaseException | None = None
+        self._inboxes: list[_Inbox] = []
 
     def go(self) -> None:
         """Run to the end, or raise. After an error the group's connections are closed."""
-        inboxes = []
         try:
             numbers: dict[int, list[int]] = {}
             for number, receive in enumerate(self.program.receives):
                 numbers.setdefault(receive.peer, []).append(number)
-            inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
+            self._inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
             self._update_after(None)
             self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
         except BaseException as error:
             self.fail(error)
-        threads = [threading.Thread(target=inbox.take, daemon=True) for inbox in inboxes[1:]]
+        threads = [threading.Thread(target=inbox.take, daemon=True) for inbox in self._inboxes[1:]]
         for thread in threads:
             thread.start()
-        if inboxes:
-            inboxes[0].take()
+        if self._inboxes:
+            self._inboxes[0].take()
         for thread in threads:
             thread.join()
         if self._error is None:
@@ -198,6 +198,8 @@ class ProgramRun:
             first = self._error is None
             if first:
                 self._error = error
+                if isinstance(error, TransportError):
+                    error.others = [inbox.member for inbox in self._inboxes if inbox.is_waiting]
             self._state.notify_all()
         if first:
             self.channel.close()
@@ -208,13 +210,15 @@ class _Inbox:
 
     def __init__(self, run: ProgramRun, peer: int, numbers: list[int]) -> None:
         self._run = run
-        self._member = run.members[peer]
+        self.member = run.members[peer]
+        self.is_waiting = True
+        """Whether messages are still to come."""
         self._numbers = numbers
         self._slot_size = max(run.size(run.program.receives[number]) for number in numbers)
         element_bytes = run.flat.element_size()
         self._depth = min(len(numbers), max(2, AHEAD_BYTES // max(self._slot_size * element_bytes, 1)))
         n_bytes = self._depth * self._slot_size * element_bytes
-        self._buffer = run.channel.buffer(self._member, n_bytes).view(run.flat.dtype)
+        self._buffer = run.channel.buffer(self.member, n_bytes).view(run.flat.dtype)
         self._posted: deque[tuple[Work | None, torch.Tensor]] = deque()
         self._next = 0
         for _ in range(self._depth):
@@ -238,9 +242,10 @@ class _Inbox:
             for number in self._numbers:
                 work, slot = self._posted.popleft()
                 if work is not None:
-                    self._run.channel.wait(work, self._member, self._run.deadline)
+                    self._run.channel.wait(work, self.member, self._run.deadline)
                 self._run.write(number, slot)
                 self._post()
+            self.is_waiting = False
         except BaseException as error:
             self._run.fail(error)
 

@@ -12,7 +12,7 @@ import torch
 
 from meshmend.errors import Coordinate, MeshmendError, WaitTimeoutError, name_chip
 from meshmend.torch.channel import Channel
-from meshmend.torch.private import Work, fail_future
+from meshmend.torch.private import Work, fail_future, future_for_cpp
 
 T = TypeVar("T")
 
@@ -91,8 +91,8 @@ class MeshWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of the tensors."""
-        return self._future
+        """Return the future of the tensors. After an error it raises a `RuntimeError` with that error's text."""
+        return future_for_cpp(self._future)
 
     def is_completed(self) -> bool:
         """Return whether the collective has ended, successfully or not."""
