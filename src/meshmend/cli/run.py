@@ -274,6 +274,7 @@ def _run_here(what: HostDescription, secret: str) -> None:
     screen.flush()
     if status:
         raise LaunchError(_why(screen, {what.host: status}))
+    screen.tell_raised()
     screen.say(f"host {what.host} is done: {screen.over['why'] if screen.over else 'the job is over'}")
 
 
@@ -380,6 +381,7 @@ def _summarise(
     for host, status in statuses.items():
         if status:
             screen.say(f"host {host} has ended with {name_code(status)}; the others finished without it", "bold yellow")
+    screen.tell_raised()
     rounds = [one for one in rounds_of(job.histories.values()) if one.started > began]
     if rounds:
         step, chips = rounds[-1].last, ", then ".join(str(n) for n, _ in groupby(one.chips for one in rounds))

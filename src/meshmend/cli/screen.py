@@ -62,6 +62,9 @@ class Screen:
         self._phases: set[tuple[int, str]] = set()
         self._lost_at: list[float] = []
         """When the losses were heard of that the job has not recovered from yet."""
+        self._round = 0
+        self.raised: list[str] = []
+        """Which hosts have raised an error, which a job that ends well must not hide."""
         self.errors: list[str] = []
         self.over: Event | None = None
 
@@ -114,7 +117,7 @@ class Screen:
             waits = f"; {name_hosts(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, cut off from them"
             if said + waits * bool(waiting) not in self._said:
                 self.flush()
-                self._first = min(starting)
+                self._first, self._round = min(starting), event["number"]
                 self._written.clear()
                 self._native.clear()
             self.say(said + waits * bool(waiting))
@@ -151,11 +154,17 @@ class Screen:
         if event["kind"] == "transient" and not event["trace"] and event["error"].startswith("lost a peer"):
             return
         shown = event["trace"] or event["error"]
+        self.raised.append(f"host {host} raised {event['error'].rstrip('.')} in round {self._round}")
         if shown not in self._shown_traces:
             self._shown_traces.add(shown)
             self.flush()
             for text in shown.rstrip("\n").split("\n"):
                 self._show(host, text)
+
+    def tell_raised(self) -> None:
+        """Show the errors that a finished job went on after: what the loop did not do in that step stays undone."""
+        for one in self.raised:
+            self.say(f"{one}, and the job went on", "bold yellow")
 
     def lost(self, at: float) -> None:
         """Take note of when a host was killed: the others hear of it later."""
