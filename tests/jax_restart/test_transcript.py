@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,8 +54,9 @@ def run(folder: Path, *words: str, code: int, shape: str = "2x4") -> list[str]:
 
 
 def shown(text: str) -> list[str]:
-    """Return the lines, without what takes long only on a slow machine, and with figures as x."""
-    lines = [line for line in text.splitlines() if not re.search(r"round \d+: .* …$", line)]
+    """Return the lines, without what takes long, or is done again, only on a slow machine, and with figures as x."""
+    now_and_then = re.compile(r"round \d+: (.* …$|steps? \d+.* repeated, because )")
+    lines = [line for line in text.splitlines() if not now_and_then.search(line)]
     return [FIGURES.sub("x", line) for line in lines]
 
 
@@ -265,6 +267,28 @@ def test_an_error_of_one_host_that_comes_again_ends_the_job(where: str, tmp_path
     shown_of_it = [line for line in lines if line.startswith("host ") and ("Traceback" in line or error in line)]
     assert shown_of_it[-2:] == [f"host {host} │ Traceback (most recent call last):", f"host {host} │ {error}"]
     assert len(shown_of_it) == 2 or where == "a callback"  # of which JAX itself writes a traceback each time
+
+
+def test_a_store_that_does_not_answer_is_named_within_seconds(tmp_path: Path) -> None:
+    """Also where whatever listens there says nothing, until somebody gives up waiting."""
+    (tmp_path / "train.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = ["run", "--hosts", "1:2", "--host-index", "0", "--store", where, "--cold", "train.py"]
+        command = [sys.executable, "-m", "meshmend", *words]
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as driver:
+            assert driver.stdout is not None
+            first = driver.stdout.readline()
+            driver.send_signal(signal.SIGTERM)
+            driver.communicate(timeout=60)
+        assert driver.returncode == 130
+    assert re.fullmatch(
+        rf"meshmend │ host 0 has not reached the store at {where} for \d s \(no answer\) and tries again: start "
+        r"`meshmend store` there, or give its address as --store\n",
+        first,
+    )
 
 
 def test_mistakes_before_the_first_step_end_in_one_line(tmp_path: Path) -> None:
