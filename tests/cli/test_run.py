@@ -61,9 +61,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
         "no place",
         ["file"],
         "Which host is this? None of MESHMEND_HOST, SLURM_NODEID, JOB_COMPLETION_INDEX, JOBSET_JOB_INDEX, "
-        "TPU_WORKER_ID is in the environment. On a cluster, give its number, or the coordinate of its first chip, as in "
-        "--host-index 5 or --host-index 4,2. For a job on this machine alone, give --local before the script, as in --local 4x4 "
-        "--host 2x2, or start it with python.",
+        "TPU_WORKER_ID is in the environment. On a cluster, give its number, or the coordinate of its first chip, as "
+        "in --host-index 5 or --host-index 4,2. For a job on this machine alone, give --local before the script, as in "
+        "--local 4x4 --host 2x2, or start it with python.",
     ),
     ("run", "bad place", ["--hosts", "2", "--host-index", "1,2", "file"], "a host is given by its number"),
     ("run", "no store", ["--hosts", "2", "--host-index", "0", "file"], "Where is the store?"),
