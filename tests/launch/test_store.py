@@ -247,6 +247,46 @@ def test_a_host_without_a_store_says_so() -> None:
     alone.close()
 
 
+def test_a_host_says_now_and_then_that_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where, for how long and why, though it waits for one that has accepted the connection and says nothing."""
+    monkeypatch.setattr("meshmend.launch.member.BEAT_S", 0.05)
+    monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
+    monkeypatch.setattr("meshmend.launch.member.STILL_AWAY_S", 0.4)
+    told: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        alone = Member(
+            where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append, silent_s=60
+        )
+        until = time.monotonic() + 10
+        while len(told) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        alone.close()
+    assert [(one["type"], one["where"], one["why"], one["reached"]) for one in told] == [
+        ("unreachable", where, "no answer", False)
+    ] * 3
+    first, second, third = (one["for_s"] for one in told)
+    assert first >= 0.2
+    assert min(second - first, third - second) >= 0.4
+
+
+def test_a_host_that_has_reached_the_store_says_that_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
+    told: list[dict[str, Any]] = []
+    serving = Serving()
+    where = f"127.0.0.1:{serving.port}"
+    member = Member(where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append)
+    member.join(7000)
+    assert not any("for_s" in one for one in told)
+    serving.stop()
+    until = time.monotonic() + 10
+    while not any("for_s" in one for one in told) and time.monotonic() < until:
+        time.sleep(0.02)
+    member.close()
+    (away,) = [one for one in told if "for_s" in one]
+    assert away["reached"]
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -39,6 +39,7 @@ WATCH_S = 0.1
 
 
 def command(
+    ctx: typer.Context,
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments; or -m MODULE.")
     ],
@@ -103,6 +104,10 @@ def command(
 
     Example: meshmend run --local 4x8 --host 4x2 --kill 1@20 train.py
     """
+    if script[0].startswith("-") and script[0] != "-m":
+        # Options of the script are not known here, so the parser lets all pass; before the script it must not.
+        ctx.ignore_unknown_options = False
+        ctx.command.make_parser(ctx).parse_args(list(script))
     with exit_on_error(as_json=False):
         if described is not None and wrap is not None:
             raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
@@ -274,6 +279,7 @@ def _run_here(what: HostDescription, secret: str) -> None:
     screen.flush()
     if status:
         raise LaunchError(_why(screen, {what.host: status}))
+    screen.tell_raised()
     screen.say(f"host {what.host} is done: {screen.over['why'] if screen.over else 'the job is over'}")
 
 
@@ -380,6 +386,7 @@ def _summarise(
     for host, status in statuses.items():
         if status:
             screen.say(f"host {host} has ended with {name_code(status)}; the others finished without it", "bold yellow")
+    screen.tell_raised()
     rounds = [one for one in rounds_of(job.histories.values()) if one.started > began]
     if rounds:
         step, chips = rounds[-1].last, ", then ".join(str(n) for n, _ in groupby(one.chips for one in rounds))

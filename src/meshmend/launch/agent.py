@@ -2,8 +2,8 @@
 
 A worker is started once per round. It is stopped when the round ends, because a host was lost or another one has come,
 and started again with the next round. A worker that fails by itself asks for a new round for all. If it fails again and
-again without a new step between, or once with an error that a restart would repeat, the job is over; and also if the
-script has raised an error on every host.
+again without a new step between, the job is over. So it is if the script has raised an error on every host, or one that
+a restart would repeat: what it asks for cannot be done, or a restart has repeated it already, at the same line.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshmend.errors import LaunchError
 from meshmend.launch.failure import WorkerFailure
@@ -66,16 +67,18 @@ class HostAgent:
         However it ends, the worker is stopped.
         """
         left, reached, why = self.max_restarts, 0, ""
+        before: WorkerFailure | None = None
         try:
             while True:
                 self._start(why)
-                code, failure = self._watch()
+                code, failure = self._watch(before, reached)
                 if code == 0:
                     return self.member.finish(FINISH_S)
                 if failure is not None and failure.kind == "final":
                     # Before the worker ends: the others would take that for the reason.
-                    self.member.fail(f"{failure.error} A restart would raise it again")
-                    raise LaunchError(f"{failure.error} A restart would raise it again.")
+                    has_again = before is not None and before.error == failure.error
+                    again = "has raised it again, at the same line" if has_again else "would raise it again"
+                    self._give_up(f"{failure.error.rstrip('.')}. A restart {again}")
                 self.workers.stop()
                 why = ""
                 if failure is not None and failure.kind == "lasting":
@@ -87,13 +90,18 @@ class HostAgent:
                 now = self._progress()
                 if now > reached:
                     reached, left = now, self.max_restarts
+                before = failure
                 self._report("failed", why=why.removeprefix("its "), left=left)
                 if not left:
-                    self.member.fail(f"{why} again and again, without a new step")
-                    raise LaunchError(f"Without a new step, again and again: {why}.")
+                    n_starts = f"{self.max_restarts + 1} start{'s in a row' * (self.max_restarts > 0)}"
+                    self._give_up(f"{n_starts} made no new step; at the last one {why.rstrip('.')}")
                 left -= 1
         finally:
             self.workers.stop()
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.member.fail(why)
+        raise LaunchError(f"{why}.")
 
     def _start(self, why: str) -> None:
         """Wait for the next round, and start its worker. `why` is this host's own reason, if it has one."""
@@ -108,12 +116,13 @@ class HostAgent:
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _watch(self) -> tuple[int | None, WorkerFailure | None]:
+    def _watch(self, before: WorkerFailure | None, reached: int) -> tuple[int | None, WorkerFailure | None]:
         """Return the worker's exit code and the error that it has given up with, None for what there is not.
 
-        The code is None if the round has ended before the worker, and 0 also when the job is over.
+        The code is None if the round has ended before the worker, and 0 also when the job is over. An error that is the
+        same as `before`, with no step after `reached`, is final.
         """
-        told = False
+        told = is_repeated = False
         while True:
             stopped = self.member.wait_stopped(MONITOR_S)
             over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
@@ -122,6 +131,7 @@ class HostAgent:
                 self._report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)
                 if failure.kind == "lasting":
                     self.member.raised(failure.error)
+                    is_repeated = failure == before and self._progress() <= reached
             if over is not None and not over["ok"]:
                 raise LaunchError(f"{OVER}{over['why']}.")
             if code == 0 or over is not None:
@@ -131,8 +141,8 @@ class HostAgent:
             if stopped is not None:
                 return None, failure if stopped["lost"] is None else None
             # Where its peers are gone, the store says so within moments, and this failure is none of its own.
-            if code is not None and self.member.wait_stopped(NEWS_S) is None:
-                return code, failure
+            if (is_repeated or code is not None) and self.member.wait_stopped(NEWS_S) is None:
+                return code, replace(failure, kind="final") if failure is not None and is_repeated else failure
 
 
 def _digest(script: str) -> bytes:

@@ -41,8 +41,9 @@ def find_host_index(given: str | None, environment: Mapping[str, str] | None = N
     found = [given] if given is not None else [env[name] for name in names if env.get(name)]
     if not found:
         raise LaunchError(
-            f"Which host is this? None of {', '.join(HOST_VARIABLES)} is in the environment. Give its number, or the "
-            "coordinate of its first chip, as in --host-index 5 or --host-index 4,2."
+            f"Which host is this? None of {', '.join(HOST_VARIABLES)} is in the environment. On a cluster, give its "
+            "number, or the coordinate of its first chip, as in --host-index 5 or --host-index 4,2. For a job on this "
+            "machine alone, give --local before the script, as in --local 4x4 --host 2x2, or start it with python."
         )
     return found[0]
 

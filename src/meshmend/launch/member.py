@@ -39,6 +39,8 @@ AGAIN_S, LONGEST_AGAIN_S = 0.5, 5.0
 """Interval between attempts to reach the store, at first and at most."""
 FOREIGN = ("key", "malformed")
 """Answers, signed by nobody, of a store that is not this host's: wrong at the start, and nothing to wait for."""
+AWAY_S, STILL_AWAY_S = 3.0, 15.0
+"""When a host says that it cannot reach the store, and the interval at which it says so again."""
 REFUSED_FOR_S = 15.0
 """How long a host that is refused for now tries again."""
 
@@ -78,7 +80,7 @@ class Member:
     `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
     `rounds_before` is the last round of an earlier job in the same folder: the count goes on from there. `on_message`
     is called with each message of the store, except its heartbeats, from the thread that reads them, and with {"type":
-    "unreachable", "why": …} when it cannot be reached.
+    "unreachable", "why": …} when it cannot be reached; with "where", "for_s" and "reached" as well when that lasts.
     """
 
     def __init__(
@@ -207,10 +209,18 @@ class Member:
                 self._connection.sendall(self._channel.pack(message))
 
     def _beat(self) -> None:
-        with self._changed:
-            while not self._closed.is_set():
+        """Send heartbeats, and say so when the store is away: the thread that reads may wait for an answer."""
+        seen, due = time.monotonic(), AWAY_S
+        while self._goes_on():
+            with self._changed:
                 self._send_message({"type": "beat"})
                 self._changed.wait(BEAT_S)
+                if self._connection is not None and self._admitted:
+                    seen, due = time.monotonic(), AWAY_S
+                facts = {"why": self._why or "no answer", "where": self._where, "reached": self._reached}
+            if (away_s := time.monotonic() - seen) >= due and self._goes_on():
+                due = away_s + STILL_AWAY_S
+                self._on_message({"type": "unreachable", "for_s": away_s, **facts})
 
     def _run(self) -> None:
         """Keep a connection to the store, and read what it says."""

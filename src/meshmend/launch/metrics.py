@@ -95,8 +95,8 @@ def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Met
 
 
 def _of_state(latest: dict[str, HostRound]) -> Iterator[Metric]:
-    trained = [one for one in latest.values() if one.number == max(other.number for other in latest.values())]
-    if kept := [one for one in trained if one.kept]:
+    newest_round = max((one.number for one in latest.values()), default=0)
+    if kept := [one for one in latest.values() if one.number == newest_round and one.kept]:
         oldest = min(kept, key=lambda one: one.kept)
         yield _gauge("meshmend_copies_step", "Last step of which every host has a copy in memory.", oldest.kept)
         yield _gauge("meshmend_copies_timestamp_seconds", "When that copy was written.", oldest.kept_at)

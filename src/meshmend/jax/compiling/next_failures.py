@@ -37,6 +37,7 @@ from meshmend.jax.state.gather import compile_gather
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import compile_cut
 from meshmend.jax.training import TrainStep
+from meshmend.launch.failure import repeated_by_restarts
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
     `params` and `batch` may be on any device or on none (`Feed.like`): only shapes and dtypes count.
     """
     fabric = training.fabric
-    with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
+    where = f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"
+    with repeated_by_restarts(), as_compiler_error(where):
         layout, (params, state), lowered = _lower(training, program, params, batch)
         _check_result(layout, lowered)
         # An empty state, made of no parameter, would be compiled for one device, which other processes do not have.
