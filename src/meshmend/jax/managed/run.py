@@ -30,6 +30,7 @@ from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import with_offsets
+from meshmend.jax.managed.loss_checks import LossWatch, check_independence
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
@@ -183,6 +184,7 @@ class TrainingRun:
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
         waited, clock = deque[float](), HostClock()
         keeper, found, checking = self._keeper, self.found, self._checking
+        watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
         self.is_open = True
         if 0 < self.last <= found.step and self.session.launch.process == 0:
@@ -199,6 +201,8 @@ class TrainingRun:
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, position=step.batch.at, waited_s=round(waited.popleft(), 6))
             self._saved_steps.confirm()
+            if watch is not None:
+                watch.see(step.number, step.loss)
             if checking is not None:
                 checking.settled(step.number)
 
@@ -381,6 +385,8 @@ class TrainingRun:
                         f"{self.options.shared.path}."
                     )
             return
+        if self.model.independent:
+            check_independence(self.model, self.feed, self.session.fabric, self.params, self._compiled.program)
         if self.model.is_fsdp:
             return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
         digests = self.session.coordination.exchange(digest(self.model.params))
