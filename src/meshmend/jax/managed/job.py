@@ -150,6 +150,7 @@ class Job:
         microbatches: int = 1,
         accumulate_dtype: DTypeLike | None = jnp.float32,
         seed: int = 0,
+        independent: bool = True,
     ) -> Iterator[JobStep]:
         """Return the steps of training, one after the other, up to number `steps`, from where the job last stopped.
 
@@ -173,6 +174,10 @@ class Job:
           function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss is `loss(params, batch,
           pair)` and gathers what it needs with `scan_layers` and `gather_params`.
 
+        An example's loss must not depend on others in its batch, which chips share differently after each failure. A
+        new job calls the loss a few times to check that, and refuses what batch normalisation does;
+        `independent=False` leaves the check out.
+
         `microbatches` and `accumulate_dtype` are as in `train_step`. Every process runs the same loop. A failure ends
         this process; the launcher starts it again, and then the steps continue with the first that was not committed.
         """
@@ -193,6 +198,7 @@ class Job:
             microbatches=microbatches,
             accumulate_dtype=accumulate_dtype,
             shardings=shardings,
+            independent=independent,
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(

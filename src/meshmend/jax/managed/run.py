@@ -30,7 +30,9 @@ from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import with_offsets
+from meshmend.jax.managed.loss_checks import LossWatch, check_independence
 from meshmend.jax.managed.model import Model
+from meshmend.jax.managed.script import begin, naming_the_writer
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.program import Program
@@ -138,12 +140,13 @@ class TrainingRun:
                 n_copies = KEPT if options.checks is None else CHECKED_COPIES
                 check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
             params = model.put(session.fabric, self._compiled.program)
-            self.found = self._keeper.restore(
-                params, self._compiled.init(params), extra=self._extra(Position()), donate=True
-            )
-            self.params, self._state = self.found.params, self.found.state
-            self.number = self.found.step
-            self._check_found()
+            with naming_the_writer(options.shared.path):
+                self.found = self._keeper.restore(
+                    params, self._compiled.init(params), extra=self._extra(Position()), donate=True
+                )
+                self.params, self._state = self.found.params, self.found.state
+                self.number = self.found.step
+                self._check_found()
             self._at = Position(*self.found.extra["position"])
             batch = feed.split(session.fabric).global_batch
             session.timeline.note("feed", step=self.number, position=self._at, batch=batch)
@@ -183,15 +186,11 @@ class TrainingRun:
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
         waited, clock = deque[float](), HostClock()
         keeper, found, checking = self._keeper, self.found, self._checking
+        watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
         self.is_open = True
-        if 0 < self.last <= found.step and self.session.launch.process == 0:
-            LOGGER.warning(
-                "All %d steps of the job in %s are done already. For more, ask for more steps; to begin anew, give Job "
-                "another folder, or remove this one.",
-                found.step,
-                self.options.shared.path,
-            )
+        if self.session.launch.process == 0:
+            begin(self.options.shared.path, found.step, self.last)
 
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
@@ -199,6 +198,8 @@ class TrainingRun:
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, position=step.batch.at, waited_s=round(waited.popleft(), 6))
             self._saved_steps.confirm()
+            if watch is not None:
+                watch.see(step.number, step.loss)
             if checking is not None:
                 checking.settled(step.number)
 
@@ -381,6 +382,8 @@ class TrainingRun:
                         f"{self.options.shared.path}."
                     )
             return
+        if self.model.independent:
+            check_independence(self.model, self.feed, self.session.fabric, self.params, self._compiled.program)
         if self.model.is_fsdp:
             return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
         digests = self.session.coordination.exchange(digest(self.model.params))
