@@ -19,6 +19,7 @@ import typer
 from meshmend.cli.common import exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
+from meshmend.cli.quarantine import parse_duration
 from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.errors import LaunchError
@@ -36,6 +37,8 @@ from meshmend.launch.timeline import timeline_of
 from meshmend.launch.watching import Watch
 
 WATCH_S = 0.1
+STATE_WAIT = "30min"
+"""How long survivors wait for hosts that have missing parts of the state: a reboot, or a cable that is plugged in."""
 
 
 def command(
@@ -92,6 +95,17 @@ def command(
             "--restarts", metavar="N", min=0, help="Failures of the script itself, without a new step between them."
         ),
     ] = 3,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
+    ] = False,
+    state_wait: Annotated[
+        str | None,
+        typer.Option(
+            "--state-wait",
+            metavar="TIME",
+            help="Wait for absent hosts that have missing parts of the state. [default: 30min; with --local: 0s]",
+        ),
+    ] = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
     ] = False,
@@ -121,6 +135,8 @@ def command(
             hosts=hosts,
             max_restarts=restarts,
             warm=not cold,
+            start_over=start_over,
+            state_wait_s=parse_duration(state_wait or (STATE_WAIT if local is None else "0s")),
         )
         metrics = check_metrics(metrics, shared)
         if local is not None:
@@ -153,6 +169,8 @@ class _Asked:
     hosts: str | None
     max_restarts: int
     warm: bool
+    start_over: bool
+    state_wait_s: float
 
     def cut(self, host: str) -> Hosts:
         """Return the hosts of the machine, each with so many chips."""
@@ -198,6 +216,8 @@ def _host_of_cluster(
         address=address or "",
         max_restarts=asked.max_restarts,
         warm=asked.warm,
+        start_over=asked.start_over,
+        state_wait_s=asked.state_wait_s,
     )
     return partial(_run_here, what, find_secret(secret_file))
 
@@ -332,6 +352,8 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
             least=least,
             max_restarts=asked.max_restarts,
             warm=asked.warm,
+            start_over=asked.start_over,
+            state_wait_s=asked.state_wait_s,
             machine=asked.machine,
             secret=secret,
             on_line=screen.line,

@@ -10,12 +10,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshmend.errors import LaunchError, RestartError
 from meshmend.launch.addresses import join_address, split_address
 from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
+START_OVER = "MESHMEND_START_OVER"
+STATE_WAIT_S = "MESHMEND_STATE_WAIT_S"
+LAUNCHER = "meshmend run"
 """Where a worker finds how many hosts a round needs at least."""
 SHARED = "shared"
 """The folder of a job on this machine alone, where none is given."""
@@ -156,6 +160,10 @@ class Launch:
     """Hosts that a round needs: with fewer, the launcher waits for others."""
     address: str = field(default="", repr=False)
     """Under which the other hosts reach this one, where the launcher knows."""
+    start_over: int = field(default=0, repr=False)
+    """The first round of a run that begins anew, whatever was kept before it; 0 for one that goes on."""
+    state_wait_s: float = field(default=0.0, repr=False)
+    """How long to wait for absent hosts that have missing parts of the state."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.n_processes:
@@ -191,9 +199,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         found = json.loads(env["MESHMEND_ROUND"])
         hosts = tuple(int(host) for host in found["hosts"])
         facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
-        least, address = int(env.get(LEAST_HOSTS, 1)), str(found.get("address", ""))
+        known: dict[str, Any] = {
+            "least": int(env.get(LEAST_HOSTS, 1)),
+            "address": str(found.get("address", "")),
+            "start_over": int(env.get(START_OVER, 0)),
+            "state_wait_s": float(env.get(STATE_WAIT_S, 0)),
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise RestartError(
             f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
         ) from error
-    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least, address=address)
+    return Launch(*facts, LAUNCHER, env.get("MESHMEND_JOB", "job"), hosts=hosts, **known)

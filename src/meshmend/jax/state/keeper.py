@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.trust import Trust
 from meshmend.jax.state.voting import Ballot, read_vote
+from meshmend.launch.environment import LAUNCHER
+from meshmend.launch.hosts import name_hosts
 
 LOGGER = logging.getLogger(__name__)
 WRITTEN_WITHIN_S = 10.0
@@ -94,6 +97,7 @@ class Keeper:
         self.layout = layout
         self._has_default_folder = memory is None
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
+        self.memory.hosts = tuple(session.host_of_process)
         self.memory_every = memory_every
         self.disk = (
             Disk(disk, timeout_s=disk_timeout_s, coordination=session.coordination) if disk is not None else None
@@ -126,9 +130,10 @@ class Keeper:
         `donate`, the given arrays are gone afterwards, and devices never hold two states.
 
         Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
-        says what and why, as is what is not trusted; a state of another model or optimizer is refused. If something is
-        there but nothing is intact, or all that was verified is lost, that is an error too: only the user may decide
-        to start over.
+        says what and why, as is what is not trusted; a state of another model or optimizer is refused. Where parts of
+        every copy are with hosts that are absent, all wait for these hosts under `meshmend run`, which begins another
+        round when one comes back. If they do not come, if nothing is intact, or if all that was verified is lost, that
+        is an error, and nothing is removed: only the user may decide to start over, by `meshmend run --start-over`.
         """
         try:
             return self._restore(params, state, extra, donate)
@@ -143,6 +148,11 @@ class Keeper:
             everybody = self.session.coordination.exchange(mine)
             check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
+            problems = [problem for held in everybody for problem in held["problems"]]
+            usable = sources
+            if begun := min(held["start_over"] for held in everybody):
+                is_first = begun == self.session.launch.round
+                usable, problems = [one for one in sources if one.attempt >= begun and not is_first], []
             # The launcher's round, or the next one, where it has no count or does not know of earlier ones.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
             self._trust = Trust.of(everybody[0]["untrusted"])
@@ -150,8 +160,7 @@ class Keeper:
             self.session.timeline.facts["round"] = self.attempt
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
-            problems = [problem for held in everybody for problem in held["problems"]]
-            found, its_attempt = self._search(sources, problems, copies, (params, state), donate)
+            found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
             if found is None:
                 if self.start_from is not None:
                     params, state = self._begin_with(params, state, donate)
@@ -320,6 +329,7 @@ class Keeper:
             "problems": [],
             "claimed": 0,
             "untrusted": self._untrusted,
+            "start_over": self.session.launch.start_over,
         }
         copies: list[Copy] = []
         if self.memory_every:
@@ -370,7 +380,7 @@ class Keeper:
                 passed_over.append(source)
                 continue
             if not source.is_whole:
-                incomplete.append(str(source))
+                incomplete.append(source)
                 continue
             load = self._load_from_disk if source.kind == "disk" else self._load_from_memory
             loaded = load(source, copies, problems)
@@ -382,20 +392,43 @@ class Keeper:
                 problems.append(self._trust.explain(passed_over))
             verified = max(self._trust.verified_step(source, sources), 0)
             return Resumed(source.step, params, state, extra, source.kind, verified), source.attempt
+        problems += [self._await_hosts_of(source) for source in incomplete[:1]]
         if passed_over and self._trust.last_verified:
-            problems += [f"shards of {one} were lost with their hosts" for one in incomplete]
             raise self._trust.nothing_verified(passed_over, problems, self._folders())
         if problems:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
             raise RestartError(
-                f"Nothing of what this job has kept can be restored:{listed}\nBring back what is missing, or remove "
-                f"what is damaged ({self._folders()}) to start over."
+                f"Nothing of what this job has kept can be restored:{listed}\nNothing was removed from "
+                f"{self._folders()}. Bring back what is missing and start the job again; or begin anew on purpose: "
+                "`meshmend run --start-over`, or remove these folders."
             )
         if passed_over:
             problems.append(self._trust.explain(passed_over))
-        if incomplete:
-            self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None, 0
+
+    def _await_hosts_of(self, source: Source) -> str:
+        """Wait for the hosts that have the missing parts of a state, and say what is missing when they do not come.
+
+        A host that comes back ends this round, and with it this process: the next round has the host's copies.
+        """
+        launch = self.session.launch
+        absent = sorted(source.hosts - {*self.session.host_of_process})
+        missing = f"{source} lack {source.n_devices - len(source.holders)} of {source.n_devices} parts"
+        if not absent:
+            return missing
+        only = f"{missing}, which only {name_hosts(absent)} {'has' if len(absent) == 1 else 'have'}"
+        if launch.launcher != LAUNCHER or not launch.state_wait_s:
+            return only
+        limit = f"{launch.state_wait_s / 60:.3g} min"
+        self.session.timeline.note("state incomplete", step=source.step, hosts=absent, wait_s=launch.state_wait_s)
+        self._warn(
+            f"{only[0].upper()}{only[1:]}. Nothing is removed. The job waits up to {limit} for them to come back."
+        )
+        until = time.monotonic() + launch.state_wait_s
+        with self.session.coordination.doing(f"waiting for {name_hosts(absent)}"):
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, 1.0))
+        return f"{only} (waited {limit} for them)"
 
     def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Tree] | None:
         """Return what this process needs of a checkpoint, and what was kept with it; None if any process has failed."""
@@ -464,7 +497,7 @@ class Keeper:
             self.session.timeline.note("skipped", why=problem)
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
-            self.memory.keep_only(attempt, found.step, self._trust.trusts)
+            self.memory.go_back_to(attempt, found.step, self._trust.trusts)
         if self.disk is None or self.checkpoints is None or self.session.launch.process != 0:
             return
         if not self.checkpoints.disk_answers:

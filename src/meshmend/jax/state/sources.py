@@ -36,6 +36,8 @@ class Source:
     """The last step that was verified when it was written."""
     run: str = ""
     """In memory: what all hosts of one attempt share."""
+    hosts: frozenset[int] = frozenset()
+    """In memory: numbers of the hosts that had all parts between them."""
     holders: dict[int, list[int]] = field(default_factory=dict)
     """In memory: for each device of the mesh that wrote the copies, the processes that have its part."""
 
@@ -98,6 +100,7 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     n_devices=int(offer.get("n_devices", 0)),
                     verified=int(offer["verified"]),
                     run=str(offer.get("run", "")),
+                    hosts=frozenset(int(host) for host in offer.get("hosts", ())),
                 ),
             )
             if int(offer["verified"]) < source.verified:
