@@ -95,22 +95,19 @@ def test_the_first_round_starts_when_all_hosts_have_come_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("address", "store_at", "coordinator"),
     [
-        ("127.0.0.1", "", "127.0.0.1:5000"),
-        ("127.0.0.1", "10.0.0.7", "10.0.0.7:5000"),
-        ("::1", "fd00::7", "[fd00::7]:5000"),
-        ("10.0.0.8", "10.0.0.7", "10.0.0.8:5000"),
+        ("127.0.0.1", "", "127.0.0.1:7000"),
+        ("127.0.0.1", "10.0.0.7", "10.0.0.7:7000"),
+        ("::1", "fd00::7", "[fd00::7]:7000"),
+        ("10.0.0.8", "10.0.0.7", "10.0.0.8:7000"),
     ],
 )
 def test_a_host_that_comes_over_loopback_is_where_the_others_reach_the_store(
     address: str, store_at: str, coordinator: str
 ) -> None:
-    membership = Membership(store_at=store_at)
-    hello = {"host": 0, "hosts": [1, 1], "machine": "", "address": address}
-    membership.arrive("only", hello, "127.0.0.1", 0.0)
-    membership.on_message("only", {"type": "join", "port": 5000}, 0.0)
-    membership.tick(100.0)
-    (message,) = [one for _, one in membership.outbox if one["type"] == "round"]
-    assert (message["coordinator"], message["store_at"]) == (coordinator, store_at)
+    job = Job(1, store_at=store_at)
+    job.arrive(0, address=address)
+    job.join(0)
+    assert (job.last(0)["coordinator"], job.last(0)["store_at"]) == (coordinator, store_at)
 
 
 def test_the_first_round_goes_without_hosts_that_do_not_come() -> None:
