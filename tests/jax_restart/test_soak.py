@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from jax._src import distributed
 from jax_restart.test_soak import held, keys_of
 
 host, shared = os.environ["MESHMEND_HOST"], os.environ["MESHMEND_SHARED"]
-job = mmj.Job(global_batch=12, disk_every={DISK_EVERY}, hardware="cpu-xla", memory_every=1)
+job = mmj.Job(global_batch=12, disk_every={DISK_EVERY}, hardware="cpu-xla", memory_every=1, compile_ahead=False)
 keys = keys_of(distributed.global_state)
 samples, weights = np.eye({SAMPLES}, dtype=np.float32), jnp.zeros({SAMPLES})
 with open(f"{{shared}}/held-{{host}}.jsonl", "a") as notes:
@@ -46,7 +47,10 @@ with open(f"{{shared}}/held-{{host}}.jsonl", "a") as notes:
         time.sleep(0.02)
 assert np.allclose(job.params, -{STEPS} * 12 // {SAMPLES}, atol=1e-2), job.params
 """
-"""Each sample is a unit vector, so that the parameters say how often each of them was used."""
+"""Each sample is a unit vector, so that the parameters say how often each of them was used.
+
+Nothing is compiled ahead: how far that has come after so many steps depends on how busy the machine is.
+"""
 
 
 class Held(NamedTuple):
@@ -183,9 +187,12 @@ def test_nothing_grows_over_500_steps_50_checkpoints_and_5_kills(tmp_path: Path)
             grown += [f"keys: from {early} to {late}"] * (late > early * (1 + TOLERANCE))
     then = next(one["at"] for one in notes[0] if one["pid"] == rounds[0][2])  # two recoveries are over
     end = notes[0][-20]["at"]
+    lasting: Counter[str] = Counter()
     for name, samples in seen.items():
         early_on = [one for at, one in samples if then <= at < then + 10]
         at_last = [one for at, one in samples if at >= end]
-        grown += compare(name, middle(early_on), middle(at_last))
-    assert {name.split()[0] for name in seen} == {"launcher", "store", "agent", "warm"}
+        if len(samples) > 3:  # a process that is just being started has the command line of the one that starts it
+            lasting[name.split()[0]] += 1
+            grown += compare(name, middle(early_on), middle(at_last))
+    assert lasting == {"launcher": 1, "store": 1, "agent": N_HOSTS, "warm": N_HOSTS}
     assert not grown
