@@ -223,3 +223,23 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
         Ending(session, lambda: False).close(ValueError("another"))
     assert happened[-1] == "gave up: another"
     monkeypatch.setattr(sys, "excepthook", before)
+
+
+def test_a_process_alone_shows_the_error_of_its_script_and_leaves_other_hooks_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordination = SimpleNamespace(close=lambda: None)
+    session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=1), coordination=coordination)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    for hook in (sys.__excepthook__, lambda *_: None):  # the second is of a debugger, or of a library for tracebacks
+        monkeypatch.setattr(sys, "excepthook", hook)
+        done, failed = Ending(session, lambda: False), Ending(session, lambda: False)
+        assert (sys.excepthook == done._on_error) == (hook is sys.__excepthook__)
+        done.close()
+        failed.close(error := ValueError("a typo"))  # a `with` block is left, and the error goes on to the hook
+        assert sys.excepthook is hook
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    Ending(session, lambda: False).close(error)
+    sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err == "ValueError: a typo\n"
+    assert sys.excepthook is not sys.__excepthook__
