@@ -244,3 +244,23 @@ def test_an_error_while_the_links_are_measured_ends_the_process_at_once(
     ending = getattr(sys.excepthook, "__self__", None)
     assert isinstance(ending, Ending), "an error that nobody catches gives up"
     atexit.unregister(ending.close)
+
+
+def test_a_process_alone_shows_the_error_of_its_script_and_leaves_other_hooks_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordination = SimpleNamespace(close=lambda: None)
+    session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=1), coordination=coordination)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    for hook in (sys.__excepthook__, lambda *_: None):  # the second is of a debugger, or of a library for tracebacks
+        monkeypatch.setattr(sys, "excepthook", hook)
+        done, failed = Ending(session, lambda: False), Ending(session, lambda: False)
+        assert (sys.excepthook == done._on_error) == (hook is sys.__excepthook__)
+        done.close()
+        failed.close(error := ValueError("a typo"))  # a `with` block is left, and the error goes on to the hook
+        assert sys.excepthook is hook
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    Ending(session, lambda: False).close(error)
+    sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err == "ValueError: a typo\n"
+    assert sys.excepthook is not sys.__excepthook__

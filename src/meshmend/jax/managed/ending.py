@@ -37,8 +37,8 @@ class Ending:
             return
         self._is_over = True
         atexit.unregister(self.close)
-        if sys.excepthook == self._on_error:
-            sys.excepthook = self._hook
+        if sys.excepthook == self._on_error and (error is None or self.session.launch.n_processes > 1):
+            sys.excepthook = self._hook  # where a `with` block was left by an error, that is still to be shown
         if self.session.launch.n_processes > 1:
             if error is not None and not is_orderly(error):
                 self.session.give_up(error)
