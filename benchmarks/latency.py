@@ -25,8 +25,8 @@ def microseconds(schedule: Schedule, payload: float) -> float:
 
 def main() -> None:
     console, chips = Console(width=120), parser_of(__doc__).parse_args().chips
-    headings = ("payload", "weave", "latency", "no schedule is faster than")
-    short = make_table(f"µs, predicted, {MACHINE}", "mesh", *headings)
+    least_of_all = "no schedule is faster than"
+    short = make_table(f"µs, predicted, {MACHINE}", "mesh", "payload", "weave", "latency", least_of_all)
     for mesh in up_to(chips, MESHES):
         for payload in PAYLOADS:
             trees, few = (
@@ -36,8 +36,8 @@ def main() -> None:
             figures = [microseconds(trees, payload), microseconds(few, payload), least]
             short.add_row(str(mesh), f"{payload / 1e3:,.0f} kB", *(f"{figure:.1f}" for figure in figures))
     console.print(short)
-    headings = ("butterfly", "Swing's distances", "no schedule is faster than")
-    tori = make_table(f"µs for 4 kB on full tori, {MACHINE}", "torus", *headings)
+    title = f"µs for 4 kB on full tori, {MACHINE}"
+    tori = make_table(title, "torus", "butterfly", "Swing's distances", least_of_all)
     for mesh in up_to(chips, TORI):
         swing = Latency().plan(mesh)
         with patch("meshmend.planning.latency.planner.swings", return_value=False):
