@@ -68,8 +68,10 @@ def run(backend: str, shape: str, steps: int, folder: Path) -> dict[str, Any]:
     n_processes = str(Mesh(shape).n_chips)
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n_processes]
-        + [str(script), str(result)],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n_processes),
+            *(str(script), str(result)),
+        ],
         check=True,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
