@@ -228,10 +228,15 @@ class CompileAhead:
         self._thread.join()
 
     def stop(self, *, wait: bool = True) -> None:
-        """Skip the rest; return when the current build is done, or at once if not `wait`."""
+        """Skip the rest; return when the current build is done, or at once if not `wait`.
+
+        With `wait`, raises what `first` has ended the job with, where the session has one process.
+        """
         self._stop.set()
         if wait:
             self._thread.join()
+            if self.first is not None:
+                self.session.check()
         else:
             # An interpreter that exits while a thread compiles aborts. `Session` ends the process directly.
             atexit.register(self._thread.join)

@@ -218,6 +218,13 @@ class Session:
         sys.stderr.flush()
         os._exit(GAVE_UP)
 
+    def end_with(self, error: BaseException) -> None:
+        """End the job with an error, from a thread beside the one that trains, whose loop calls `check`."""
+        self.give_up(error)
+
+    def check(self) -> None:
+        """Raise what a thread has ended the job with, where that has not ended the process."""
+
 
 def _describe_failure(error: BaseException) -> dict[str, Any]:
     """Describe why process 0 has no plan, so that the others can raise the same error."""

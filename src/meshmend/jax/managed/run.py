@@ -206,6 +206,7 @@ class TrainingRun:
         try:
             batches = self.feed.batches(fabric, at=self._at)
             for number in range(found.step + 1, self.last + 1):
+                self.session.check()
                 asked = time.monotonic()
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
@@ -247,6 +248,7 @@ class TrainingRun:
                 settle(under_way.popleft())
             if checking is not None:
                 checking.finish()
+            self._stop_ahead()
             timeline.note("done", step=self.number)
         except GeneratorExit:
             # The loop was left: what is kept so far stays, and the job may go on from there.
@@ -264,13 +266,19 @@ class TrainingRun:
     def finish(self) -> None:
         """Write what is still to be written, and release the copies' folder."""
         self.is_open = False
+        try:
+            self._stop_ahead()
+        finally:
+            if self._keeper is not None:
+                keeper, self._keeper = self._keeper, None
+                self._keep_last(keeper)
+                keeper.close()
+
+    def _stop_ahead(self) -> None:
+        """Compile no more ahead. Raises if the program that this job has loaded is not the one of its script."""
         if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
-        if self._keeper is not None:
-            keeper, self._keeper = self._keeper, None
-            self._keep_last(keeper)
-            keeper.close()
+            ahead, self._ahead = self._ahead, None
+            ahead.stop()
 
     def _keep_last(self, keeper: Keeper) -> None:
         """Keep the last step of a loop that was left, if this process is alone: others would not know of it."""
