@@ -20,6 +20,7 @@ from datetime import timedelta
 from itertools import count
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -97,6 +98,7 @@ class Channel:
         self._n_tickets = 0
         self._n_served = 0
         self._buffers: dict[int, torch.Tensor] = {}
+        self._digests = _Exchange(self.rank, self.size, DIGEST_BYTES)
 
     def ticket(self) -> int:
         """Return a call's place in the queue: calls run in the order in which they were made, on every member alike."""
@@ -166,7 +168,7 @@ class Channel:
         """Return once every member has called this with the same words; raise `DisagreementError` if they differ."""
         words = description.encode()
         own = hashlib.blake2b(words, digest_size=DIGEST_BYTES).digest()
-        if self._gather(own, 0, deadline) == [own] * self.size:
+        if self._digests.share(self, own, 0, deadline) == own * self.size:
             return
         # Every member has seen that they differ: now they exchange how.
         padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
@@ -179,32 +181,9 @@ class Channel:
         return self._gather(own, 0, deadline)
 
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
-        """Return what each member passed, by rank.
-
-        Bruck's all-gather: in round k a member forwards the 2ᵏ words that it has to the member 2ᵏ places before.
-        """
-        held = torch.empty((self.size, len(own)), dtype=torch.uint8)
-        held[0] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        distances = [2**k for k in range(MAX_ROUNDS) if 2**k < self.size]
-        arriving = []
-        for tag, distance in enumerate(distances, first_tag):
-            some = held[distance : 2 * distance]
-            member = (self.rank + distance) % self.size
-            arriving.append((self._post(self._group.recv, some, member, tag), member, len(some)))
-        leaving = []
-        for tag, distance in enumerate(distances, first_tag):
-            work, member, n_words = arriving[tag - first_tag]
-            target = (self.rank - distance) % self.size
-            try:
-                leaving.append((self._post(self._group.send, held[:n_words], target, tag), target))
-                self.wait(work, member, deadline)
-            except TransportError as error:
-                error.others = [other for _, other, _ in arriving[tag - first_tag :]]
-                raise
-        for work, member in leaving:
-            self.wait(work, member, deadline)
-        words = held.numpy()
-        return [words[(rank - self.rank) % self.size].tobytes() for rank in range(self.size)]
+        words, n = _Exchange(self.rank, self.size, len(own)).share(self, own, first_tag, deadline), len(own)
+        places = [(rank - self.rank) % self.size for rank in range(self.size)]
+        return [words[place * n : (place + 1) * n] for place in places]
 
     def close(self) -> None:
         """Close the group's connections: every pending wait ends at once, here and at the other end."""
@@ -216,6 +195,39 @@ class Channel:
         for distance in range(1, self.size):
             with suppress(RuntimeError):
                 self._group.recv([nothing], (self.rank + distance) % self.size, CLOSE_TAG).wait(CLOSE_TIMEOUT)
+
+
+class _Exchange:
+    """Bruck's all-gather of words of one length: in round k a member forwards the 2ᵏ words that it has to the member 2ᵏ
+    places before. Its memory is used again: every collective begins with one.
+    """
+
+    def __init__(self, rank: int, size: int, n_bytes: int) -> None:
+        held = torch.empty((size, n_bytes), dtype=torch.uint8)
+        self._words = held.numpy()
+        distances = [2**k for k in range(MAX_ROUNDS) if 2**k < size]
+        self._arriving = [((rank + d) % size, held[d : 2 * d]) for d in distances]
+        self._leaving = [((rank - d) % size, held[: min(d, size - d)]) for d in distances]
+
+    def share(self, channel: Channel, own: bytes, first_tag: int, deadline: Deadline) -> bytes:
+        """Return what each member passed, this one's own word first and then those of the ranks after it."""
+        group = channel._group
+        self._words[0] = np.frombuffer(own, dtype=np.uint8)
+        receives = [
+            (member, channel._post(group.recv, words, member, tag))
+            for tag, (member, words) in enumerate(self._arriving, first_tag)
+        ]
+        sends = []
+        for number, (member, words) in enumerate(self._leaving):
+            try:
+                sends.append((member, channel._post(group.send, words, member, first_tag + number)))
+                channel.wait(receives[number][1], receives[number][0], deadline)
+            except TransportError as error:
+                error.others = [other for other, _ in receives[number:]]
+                raise
+        for member, work in sends:
+            channel.wait(work, member, deadline)
+        return self._words.tobytes()
 
 
 class _Numbers:

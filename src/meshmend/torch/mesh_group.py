@@ -59,15 +59,9 @@ class MeshGroup:
 
     def start(self, job: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
         """Run a job in the background, after those that were started before it; raise if the group is broken."""
-
-        def run() -> list[torch.Tensor]:
-            # What is made here is written to by other threads, which are in no inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                return job()
-
         if self._channel.error is not None:
             raise self._channel.error
-        return self._worker.start(run)
+        return self._worker.start(job)
 
     @property
     def error(self) -> Exception | None:
