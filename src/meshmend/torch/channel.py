@@ -227,7 +227,8 @@ class _Exchange:
                 raise
         for member, work in sends:
             channel.wait(work, member, deadline)
-        return self._words.tobytes()
+        found: bytes = self._words.tobytes()
+        return found
 
 
 class _Numbers:

@@ -225,9 +225,12 @@ def test_a_loss_with_side_effects_is_not_called_once_more(tmp_path: Path) -> Non
 def test_a_job_that_goes_on_does_not_check_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     check = loss_checks.check_independence
-    monkeypatch.setattr(
-        "meshmend.jax.managed.run.check_independence", lambda *given: calls.append("checked") or check(*given)
-    )
+
+    def counted(*given: Any) -> None:
+        calls.append("checked")
+        check(*given)
+
+    monkeypatch.setattr("meshmend.jax.managed.run.check_independence", counted)
     for steps in (2, 4):
         one = job(tmp_path / "shared", memory_every=1)
         train(one, steps)
