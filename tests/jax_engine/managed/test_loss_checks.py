@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import BATCH, HOLED, ONE, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError
-from meshmend.jax.managed import loss_checks
-from meshmend.jax.managed.loss_checks import LossWatch
+from meshmend.jax.managed.loss_checks import LossWatch, check_independence
 
 Loss = Callable[..., Any]
 REFUSED = r"An example's loss depends on the other examples of its batch: it is \S+, and \S+ when other examples"
@@ -223,20 +223,14 @@ def test_a_loss_with_side_effects_is_not_called_once_more(tmp_path: Path) -> Non
 
 
 def test_a_job_that_goes_on_does_not_check_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    check = loss_checks.check_independence
-
-    def counted(*given: Any) -> None:
-        calls.append("checked")
-        check(*given)
-
-    monkeypatch.setattr("meshmend.jax.managed.run.check_independence", counted)
+    check = mock.Mock(wraps=check_independence)
+    monkeypatch.setattr("meshmend.jax.managed.run.check_independence", check)
     for steps in (2, 4):
         one = job(tmp_path / "shared", memory_every=1)
         train(one, steps)
         one.close()
     assert one.resumed.step == 2
-    assert calls == ["checked"]
+    check.assert_called_once()
 
 
 def test_a_loss_that_becomes_nan_is_said_once_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
