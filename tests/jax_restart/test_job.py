@@ -152,7 +152,7 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("steps", "kill"), [(20, 9), pytest.param(100, 40, marks=pytest.mark.slow)])
 def test_the_command_of_the_first_ten_minutes(steps: int, kill: int, tmp_path: Path) -> None:
     page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"```bash\nmeshmend (run .*?--kill 1@40 --shared two-hosts) examples/jax/survive.py\n```", page)
+    (words,) = re.findall(r"```bash\nmeshmend (run .*?--shared two-hosts) examples/jax/survive.py\n```", page)
     printed = run_command(words, steps, kill, tmp_path)
     for said in ("2 hosts on this machine", "round 2: host 0 starts", f"done: {steps} steps on 8, then 4 chips in "):
         assert said in printed
