@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +107,7 @@ def _spread(examples: Tree, rows: NDArray[np.int64], fabric: Fabric) -> Tree:
 
 def _outcomes(
     model: Model, fabric: Fabric, params: Tree, program: Program, batch: Tree, beside_others: Tree, half: Tree
-) -> tuple[Any, Any, Any, Any] | None:
+) -> tuple[Tree, Tree, Tree, Tree] | None:
     """Return values and new state of a batch, twice, and beside others; and the values of half a batch, if given.
 
     All are of one of this process's devices. None if the loss has side effects.
@@ -116,7 +115,7 @@ def _outcomes(
     values = model.training(fabric).values
     assert values is not None  # noqa: S101  # each of a job's steps has it
 
-    def both(params: Tree, batch: Tree, half: Tree, program: Program) -> Any:
+    def both(params: Tree, batch: Tree, half: Tree, program: Program) -> Tree:
         of_half = None if half is None else model.values_and_state(values(params, half, program))[0]
         return model.values_and_state(values(params, batch, program)), of_half
 
@@ -125,7 +124,7 @@ def _outcomes(
         return None
     compiled = traced.lower().compile()
 
-    def run(batch: Tree) -> Any:
+    def run(batch: Tree) -> Tree:
         found = compiled(params, batch, half, program)
         return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data), found)
 

@@ -113,7 +113,7 @@ class Model:
 
         return TrainStep(init, step, fabric, self.accumulate_dtype, specs, has_model_state=True, values=plain.values)
 
-    def values_and_state(self, found: Any) -> tuple[Tree, Tree]:
+    def values_and_state(self, found: Tree) -> tuple[Tree, Tree]:
         """Return the values and the new model state, None without one, from what the loss returns."""
         if self.model_state is None:
             return found[0] if self.has_aux else found, None
