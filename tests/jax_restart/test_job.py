@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from meshmend.jax.state.interval import FIRST_AFTER
 
 from meshmend.jax.managed.run import IN_FLIGHT
-from meshmend.jax.state.interval import FIRST_AFTER
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
