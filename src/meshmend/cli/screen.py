@@ -62,6 +62,8 @@ class Screen:
         self._phases: set[tuple[int, str]] = set()
         self._lost_at: list[float] = []
         """When the losses were heard of that the job has not recovered from yet."""
+        self.is_ending = False
+        """Whether the job was interrupted: then it is no news that hosts leave, and rounds end."""
         self.errors: list[str] = []
         self.over: Event | None = None
 
@@ -108,6 +110,8 @@ class Screen:
     def event(self, event: Event) -> None:
         """Show what a host's agent reports."""
         kind, host = event["event"], event["host"]
+        if self.is_ending and kind in ("round", "store", "short", "failed"):
+            return
         if kind == "round":
             starting, waiting = event["hosts"], event["cut_off"]
             said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"
