@@ -14,7 +14,7 @@ import pytest
 
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
-from meshmend.launch.agent import HostAgent
+from meshmend.launch.agent import HostAgent, LeaveError
 from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import Assignment
 
@@ -45,6 +45,8 @@ class Scripted:
         return Assignment(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
 
     def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
+        if self.now == "asked to leave":
+            raise LeaveError
         if self.now in ("over", "failed"):
             self.over = {"ok": self.now == "over", "why": "so it is"}
             return self.over
@@ -84,11 +86,16 @@ class Scripted:
             return int(self.now[0])
         return self.now if isinstance(self.now, int) else None
 
+    def ask_to_end(self, patience_s: float) -> None:
+        assert self.is_running
+        assert 20 < patience_s < 28, "Slurm and Kubernetes give 30 s"
+        self.told.append("asked to end")
+
     def stop(self) -> None:
         self.is_running = False
 
 
-def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2) -> Any:
+def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2, is_training: bool = True) -> Any:
     reached = iter(steps)
     reports: list[tuple[str, Any]] = []
     supervisor = HostAgent(
@@ -100,6 +107,7 @@ def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2) -> A
         environment=lambda _: {"OWN": "1"},
         progress=lambda: next(reached),
         report=lambda event, **facts: reports.append((event, facts.get("left"))),
+        is_training=lambda: is_training,
     )
     try:
         return supervisor.run(), reports
@@ -114,6 +122,26 @@ def test_a_change_of_hosts_is_no_failure() -> None:
     assert over["ok"]
     assert script.told == ["join"] * 5 + ["finish"]
     assert [event for event, _ in reports] == ["started"] * 5
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_worker_that_trains_has_time_to_save_when_its_host_is_asked_to_leave(is_training: bool) -> None:
+    script = Scripted("asked to leave")
+    with pytest.raises(LeaveError):
+        supervise(script, steps=[], is_training=is_training)
+    assert script.told == ["join", "asked to end"][: 1 + is_training]
+
+
+def test_a_worker_that_has_saved_because_another_host_leaves_is_no_failure() -> None:
+    script = Scripted(agent.STOPPED, 0)
+    over, reports = supervise(script, steps=[], max_restarts=0)
+    assert over["ok"]
+    assert script.told == [
+        "join",
+        "join its worker has saved the state with the others, because a host was asked to leave",
+        "finish",
+    ]
+    assert [event for event, _ in reports] == ["started"] * 2
 
 
 def test_failures_count_until_there_is_a_new_step() -> None:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import exit_on_error
+from meshmend.cli.common import TERMINATED, exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
 from meshmend.cli.quarantine import parse_duration
@@ -25,7 +25,7 @@ from meshmend.cli.store import JobOption, SecretOption
 from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.files import locked
-from meshmend.launch.agent import name_code
+from meshmend.launch.agent import SAVE_S, name_code
 from meshmend.launch.environment import SHARED, find_host_index, find_hosts, find_job, find_secret, find_store
 from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
@@ -151,7 +151,7 @@ def command(
             run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
         require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
         # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _on_sigterm)
         with serving(metrics, shared):
             run()
 
@@ -286,8 +286,9 @@ def _run_here(what: HostDescription, secret: str) -> None:
     folder = Path(what.timeline).parent.parent if what.timeline else None
     job = None if folder is None or not folder.is_dir() else Watch(folder, only=str(what.host))
     with (
-        _telling_of_interrupts(screen, job),
+        _telling_of_interrupts(screen, job, began),
         HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes,
+        _announcing_interrupts(screen),
     ):
         processes.start(what)
         while processes.running:
@@ -313,18 +314,45 @@ def _why(screen: Screen, statuses: dict[int, int]) -> str:
     return f"Host {host} ended with {name_code(status)}; what it wrote is above."
 
 
+class Interrupted(KeyboardInterrupt):
+    """Somebody has sent SIGTERM: it ends the job as Ctrl-C does, with an exit code of its own."""
+
+
+def _on_sigterm(*_: object) -> None:
+    raise Interrupted
+
+
 @contextmanager
-def _telling_of_interrupts(screen: Screen, job: Watch | None) -> Iterator[None]:
+def _telling_of_interrupts(screen: Screen, job: Watch | None, began: float) -> Iterator[None]:
     """Say after Ctrl-C, or SIGTERM, what is stopped, and what the same command would go on from."""
     try:
         yield
-    except KeyboardInterrupt:
-        saved = 0
+    except KeyboardInterrupt as interrupt:
+        saved = done = 0
         if job is not None:
             job.read()
-            saved = max((one.saved for one in job.latest.values()), default=0)
-        kept = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint of it yet"
-        screen.say(f"interrupted: all hosts are stopped; {kept}", "bold yellow")
+            saved = max((one.saved for one in job.newest), default=0)
+            done = max((one.last for one in job.newest if one.started > began), default=0)
+        kept = f"step {saved} is saved: the same command goes on from there" if saved else "no checkpoint is there yet"
+        lost = f"; steps up to {done} were not saved" * (done > saved)
+        screen.say(f"interrupted: all hosts are stopped; {kept}{lost}", "bold yellow")
+        if isinstance(interrupt, Interrupted):
+            raise typer.Exit(TERMINATED) from None
+        raise
+
+
+@contextmanager
+def _announcing_interrupts(screen: Screen) -> Iterator[None]:
+    """Say at Ctrl-C, or SIGTERM, what the hosts do before they end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        screen.say(
+            f"interrupted: the hosts finish their step and save it, for at most {SAVE_S:.0f} s; Ctrl-C again ends them "
+            "at once",
+            "bold yellow",
+        )
+        screen.is_ending = True
         raise
 
 
@@ -344,7 +372,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
         job.read()
         n_hosts = f"{len(machine)} host{'s' * (len(machine) != 1)}"
         screen.say(f"{machine}: {n_hosts} on this machine, files in {folder}")
-        stack.enter_context(_telling_of_interrupts(screen, job))
+        stack.enter_context(_telling_of_interrupts(screen, job, began))
         hosts = LocalJob(
             asked.argv,
             machine,
@@ -360,6 +388,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
             on_event=screen.event,
         )
         running = stack.enter_context(hosts)
+        stack.enter_context(_announcing_interrupts(screen))
         running.start()
         while running.running:
             job.read()

@@ -67,6 +67,8 @@ class Screen:
         self._round = 0
         self.raised: list[str] = []
         """Which hosts have raised an error, which a job that ends well must not hide."""
+        self.is_ending = False
+        """Whether the job was interrupted: then it is no news that hosts leave, and rounds end."""
         self.errors: list[str] = []
         self.over: Event | None = None
 
@@ -113,6 +115,8 @@ class Screen:
     def event(self, event: Event) -> None:
         """Show what a host's agent reports."""
         kind, host = event["event"], event["host"]
+        if self.is_ending and kind in ("round", "store", "short", "failed"):
+            return
         if kind == "round":
             starting, waiting = event["hosts"], event["cut_off"]
             said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"

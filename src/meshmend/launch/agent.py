@@ -30,6 +30,14 @@ NEWS_S = 1.0
 """How long a failed worker's agent waits to hear from the store that a host was lost, which explains the failure."""
 FINISH_S = 300.0
 """How long an agent whose worker has finished waits for the others."""
+SAVE_S = 25.0
+"""How long a worker has to save its state when this host is asked to leave: Slurm and Kubernetes give it 30 s."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a worker that has saved its state with all others, because one of them was asked to end."""
+
+
+class LeaveError(BaseException):
+    """Somebody asks this host to leave the job."""
 
 
 class HostAgent:
@@ -37,6 +45,7 @@ class HostAgent:
 
     `admit` is called before each round, and raises if this host is to have no part in it. `environment` returns what a
     worker gets besides that of the agent, `progress` the last step that is done, and `report` is told what happens.
+    `is_training` says whether the worker has something to save when this host is asked to leave (`LeaveError`).
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class HostAgent:
         environment: Callable[[Assignment], dict[str, str]],
         progress: Callable[[], int],
         report: Callable[..., None],
+        is_training: Callable[[], bool] = lambda: True,
     ) -> None:
         self.argv = list(argv)
         self._script = _digest(self.argv[0])
@@ -60,6 +70,7 @@ class HostAgent:
         self._environment = environment
         self._progress = progress
         self._report = report
+        self._is_training = is_training
 
     def run(self) -> Message:
         """Run until the job is over, and return how it ended. Raises `LaunchError` if it has failed, here or elsewhere.
@@ -81,6 +92,9 @@ class HostAgent:
                     self._give_up(f"{failure.error.rstrip('.')}. A restart {again}")
                 self.workers.stop()
                 why = ""
+                if code == STOPPED:
+                    why = "its worker has saved the state with the others, because a host was asked to leave"
+                    continue
                 if failure is not None and failure.kind == "lasting":
                     why = f"its script raised {failure.error}"
                 elif code is not None:
@@ -96,6 +110,10 @@ class HostAgent:
                     n_starts = f"{self.max_restarts + 1} start{'s in a row' * (self.max_restarts > 0)}"
                     self._give_up(f"{n_starts} made no new step; at the last one {why.rstrip('.')}")
                 left -= 1
+        except LeaveError:
+            if self._is_training():
+                self.workers.ask_to_end(SAVE_S)
+            raise
         finally:
             self.workers.stop()
 

@@ -80,6 +80,7 @@ class HostRound:
     kept_every: int = 1
     """Steps between two copies in memory."""
     saved: int = 0
+    """The last step with a checkpoint on disk, also one of an earlier round."""
     saved_at: float = 0.0
 
     def done_at(self, step: int) -> float:
@@ -160,7 +161,8 @@ class HostHistory:
         # A process's first quorum belongs to its start.
         is_new_quorum = kind == "quorum" and self.rounds and self.rounds[-1].number
         if kind == "process" or is_new_quorum or not self.rounds:
-            self.rounds.append(HostRound(at))
+            before = self.rounds[-1] if self.rounds else HostRound(at)
+            self.rounds.append(HostRound(at, saved=before.saved, saved_at=before.saved_at))
         now = self.rounds[-1]
         now.ended = max(now.ended, at + seconds)
         now.number = event.get("round", now.number) if kind in NUMBERED else now.number
@@ -181,6 +183,8 @@ class HostHistory:
             now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))
             if kind == "restore":
                 now.resumed, now.source = event.get("step", 0), event.get("source", "")
+                if event.get("saved", now.saved) != now.saved:
+                    now.saved, now.saved_at = event["saved"], at
         elif kind in ("step", "steps"):
             if kind == "steps":
                 now.mark(event["first"], event["since"])

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
-from meshmend.launch.agent import HostAgent
+from meshmend.launch.agent import STOPPED, HostAgent, LeaveError
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
 from meshmend.launch.environment import LEAST_HOSTS, START_OVER, STATE_WAIT_S
 from meshmend.launch.events import AgentLog
@@ -31,7 +31,7 @@ from meshmend.launch.worker import Workers
 from meshmend.quarantine import QuarantineList
 from meshmend.quarantine.entries import chips_of
 
-DONE, FAILED, STOPPED = 0, 1, 143
+DONE, FAILED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def main(descriptor: int) -> int:
         return _run(what, secret, member, workers, log, report)
     except MeshmendError as error:
         return _ended(error, report)
-    except _LeaveError:
+    except LeaveError:
         return STOPPED
     finally:
         member.close()
@@ -154,6 +154,7 @@ def _run(what: HostDescription, secret: str, member: Member, workers: Workers, l
         environment=environment,
         progress=log.look,
         report=report,
+        is_training=log.is_training,
     )
     try:
         over = agent.run()
@@ -183,13 +184,11 @@ def check_admitted(what: HostDescription) -> None:
         )
 
 
-class _LeaveError(BaseException):
-    """Somebody asks this host to leave the job."""
-
-
 def _leave(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise _LeaveError
+    del number
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise LeaveError
 
 
 def run_host() -> None:

@@ -10,6 +10,7 @@ import inspect
 import ipaddress
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -218,6 +219,15 @@ class Session:
         sys.stderr.flush()
         os._exit(GAVE_UP)
 
+    def stop(self, number: signal.Signals) -> NoReturn:
+        """End the process as a signal would, in order: with all others, when each of them has come to this point."""
+        self.coordination.exchange("stopped")
+        self.coordination.close()
+        jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+
     def end_with(self, error: BaseException) -> None:
         """End the job with an error, from a thread beside the one that trains, whose loop calls `check`."""
         self.give_up(error)
@@ -267,6 +277,7 @@ def initialize(
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
     quarantine: str | Path | None = None,
+    preemption: bool = False,
 ) -> Session:
     """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
 
@@ -291,14 +302,15 @@ def initialize(
     events, by default MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default
     MESHMEND_SHARED: what is listed there is left out of the fabric.
 
-    JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
+    With `preemption`, JAX's preemption service is on, as `Job` has it: SIGTERM does not end the process, and
+    `jax.experimental.multihost_utils.reached_preemption_sync_point` says after which step to save and end.
     """
     started, joining = process_started_at(), time.time()
     launched = _find_launch() if launch is None else launch
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, round=launched.round)
     if launched.hosts:
         notes.facts["host"] = launched.hosts[launched.process]
-    _configure(compile_cache)
+    _configure(compile_cache, preemption=preemption)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
         if launched.coordinator:
@@ -405,12 +417,12 @@ def _check_free(address: str | None) -> None:
         ) from error
 
 
-def _configure(compile_cache: str | Path | None) -> None:
+def _configure(compile_cache: str | Path | None, *, preemption: bool) -> None:
     check_preloaded()
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", preemption)
 
 
 def check_preloaded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,12 @@ class SingleProcessSession(Session):
         """Record an error and raise it."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
         raise error
+
+    def stop(self, number: signal.Signals) -> NoReturn:
+        """Raise what Python raises at Ctrl-C, or end as SIGTERM does."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
 
     def end_with(self, error: BaseException) -> None:
         """Have the next `check` raise an error: an exception in a thread would end only that thread."""

@@ -242,9 +242,9 @@ class Job:
 
 def _join(shared: SharedFolder) -> Session:
     host = os.environ.get("MESHMEND_HOST", str((joined_as() or (0, 1))[0]))
-    begin = initialize if is_launched() else initialize_alone
     timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
-    return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)
+    folders: dict[str, Any] = {"compile_cache": shared.compiled, "timeline": timeline, "quarantine": shared.path}
+    return initialize(**folders, preemption=True) if is_launched() else initialize_alone(**folders)
 
 
 def _folder(shared: str | Path | None) -> str | Path:

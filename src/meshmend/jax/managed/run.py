@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import time
 import weakref
 from collections import deque
@@ -30,6 +31,7 @@ from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import with_offsets
+from meshmend.jax.managed.interrupts import Interrupts
 from meshmend.jax.managed.loss_checks import LossWatch, check_independence
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.script import begin, naming_the_writer
@@ -112,6 +114,7 @@ class TrainingRun:
         """Whether another run in this process goes on with the job."""
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
+        self._interrupts = Interrupts()
         if options.checks is not None:
             check_possible(options.checks, model, session.fabric)
         self._check_agreement()
@@ -185,10 +188,10 @@ class TrainingRun:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
         waited, clock = deque[float](), HostClock()
-        keeper, found, checking = self._keeper, self.found, self._checking
+        keeper, found, checking, interrupts = self._keeper, self.found, self._checking, self._interrupts
         watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
-        self.is_open = True
+        self.is_open, is_stopped = True, False
         if self.session.launch.process == 0:
             begin(self.options.shared.path, found.step, self.last)
 
@@ -204,9 +207,13 @@ class TrainingRun:
                 checking.settled(step.number)
 
         try:
+            interrupts.watch()
             batches = self.feed.batches(fabric, at=self._at)
             for number in range(found.step + 1, self.last + 1):
                 self.session.check()
+                is_stopped = interrupts.is_due()
+                if is_stopped:
+                    break
                 asked = time.monotonic()
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
@@ -242,14 +249,20 @@ class TrainingRun:
                         settle(under_way.popleft())
                 if checking is not None:
                     checking.time(number, *clock.lap())
-            if checking is not None and self.number > found.step:
+            if is_stopped:
+                keeper.keep_now(self.number, self.params, self._state, self._extra(self._at))
+            elif checking is not None and self.number > found.step:
                 checking.between(self.number, self.params, self._state, next(batches), is_last=True)
             while under_way:
                 settle(under_way.popleft())
-            if checking is not None:
-                checking.finish()
-            self._stop_ahead()
-            timeline.note("done", step=self.number)
+            if is_stopped:
+                timeline.note("stopped", step=self.number)
+            else:
+                if checking is not None:
+                    checking.finish()
+                self._stop_ahead()
+                timeline.note("done", step=self.number)
+                is_stopped = interrupts.is_due()
         except GeneratorExit:
             # The loop was left: what is kept so far stays, and the job may go on from there.
             pass
@@ -257,28 +270,39 @@ class TrainingRun:
             self.is_open, self._keeper, self._checking = False, None, None
             with suppress(Exception):  # of a step that has failed, there may be no state any more
                 self._keep_last(keeper)
+            interrupts.end()
             try:
                 self.session.give_up(error)  # ends the process, unless it is alone
             finally:
                 keeper.abandon()  # a notebook keeps the error, and with it all that it was raised in
-        self.finish()
+        self.finish(wait=not is_stopped)
+        if is_stopped:
+            self._stop(keeper)
 
-    def finish(self) -> None:
-        """Write what is still to be written, and release the copies' folder."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Write what is still to be written, and release the copies' folder; `wait` for what is being compiled."""
         self.is_open = False
+        self._interrupts.end()
         try:
-            self._stop_ahead()
+            self._stop_ahead(wait=wait)
         finally:
             if self._keeper is not None:
                 keeper, self._keeper = self._keeper, None
                 self._keep_last(keeper)
                 keeper.close()
 
-    def _stop_ahead(self) -> None:
+    def _stop(self, keeper: Keeper) -> None:
+        """End the process as the signal would that has stopped the loop."""
+        number = self._interrupts.heard or signal.SIGTERM
+        if self.session.launch.process == 0 and self.session.launch.launcher != "meshmend run":  # which says it itself
+            LOGGER.warning("Stopped by %s after step %d: %s.", number.name, self.number, keeper.where(self.number))
+        self.session.stop(number)
+
+    def _stop_ahead(self, *, wait: bool = True) -> None:
         """Compile no more ahead. Raises if the program that this job has loaded is not the one of its script."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            ahead.stop()
+            ahead.stop(wait=wait)
 
     def _keep_last(self, keeper: Keeper) -> None:
         """Keep the last step of a loop that was left, if this process is alone: others would not know of it."""

@@ -168,6 +168,8 @@ class Keeper:
             self._verified = found.verified if self._trust.is_checked else UNCHECKED
             self._go_back_to(found, its_attempt, sources, problems)
             facts |= {"source": found.source, "step": found.step}
+            if self.checkpoints is not None:
+                facts["saved"] = self.checkpoints.saved_step
         if self.memory_every:
             with self.session.timeline.timed("compile"):
                 self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
@@ -246,6 +248,20 @@ class Keeper:
         if self._mirror is not None and step > self._kept_step:
             self._mirror.keep(step, params, state, extra, self._verified)
             self._kept_step = step
+
+    def keep_now(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
+        """Keep the state in memory and on disk, if that was not done: for a loop that is stopped, on all alike."""
+        self.keep_last(step, params, state, extra)
+        if self.checkpoints is not None and step > self.checkpoints.last_step:
+            self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
+
+    def where(self, step: int) -> str:
+        """Say where the state of a step is kept, after `close`."""
+        if self.disk is not None and self.checkpoints is not None and self.checkpoints.saved_step == step > 0:
+            return f"its state is saved in {self.disk.folder}"
+        if self._mirror is not None and self._kept_step == step > 0:
+            return f"its state is kept in memory, in {self.memory.folder}"
+        return "its state is not kept" if step else "there is nothing to keep yet"
 
     def _tell_interval(self, step: int) -> None:
         """Note how often copies are kept whenever that has changed much, and say so once it is known what they cost."""
@@ -498,16 +514,18 @@ class Keeper:
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
             self.memory.go_back_to(attempt, found.step, self._trust.trusts)
-        if self.disk is None or self.checkpoints is None or self.session.launch.process != 0:
-            return
-        if not self.checkpoints.disk_answers:
+        if self.disk is None or self.checkpoints is None:
             return
         on_disk = [source for source in sources if source.kind == "disk"]
+        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
+        older -= self._damaged
+        self.checkpoints.last_step = self.checkpoints.saved_step = max(older, default=0)
+        if self.session.launch.process != 0 or not self.checkpoints.disk_answers:
+            return
         if found.source == "start" and not on_disk:
             return
-        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
         try:
-            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
+            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older)
         except OSError as error:
             self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
             return
