@@ -380,7 +380,7 @@ def test_two_writers_of_one_timeline_lose_nothing_when_it_is_full(tmp_path: Path
 def test_the_last_checkpoint_is_known_in_rounds_that_have_made_none() -> None:
     """Until the state is restored from what the round before knew; then from what was found on disk."""
     history = HostHistory()
-    told = [
+    told: list[tuple[dict[str, Any], int]] = [
         ({"event": "process"}, 0),
         ({"event": "restore", "step": 0, "source": "start", "saved": 0}, 0),
         ({"event": "saved", "step": 100}, 100),
