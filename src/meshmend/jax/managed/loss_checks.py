@@ -115,11 +115,11 @@ def _outcomes(
     values = model.training(fabric).values
     assert values is not None  # noqa: S101  # each of a job's steps has it
 
-    def both(params: Tree, batch: Tree, half: Tree, program: Program) -> Tree:
+    def check(params: Tree, batch: Tree, half: Tree, program: Program) -> Tree:
         of_half = None if half is None else model.values_and_state(values(params, half, program))[0]
         return model.values_and_state(values(params, batch, program)), of_half
 
-    traced = fabric.jit(in_order(both, fabric)).trace(params, batch, half, program)
+    traced = fabric.jit(in_order(check, fabric)).trace(params, batch, half, program)
     if traced.jaxpr.effects:
         return None
     compiled = traced.lower().compile()

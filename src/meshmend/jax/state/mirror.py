@@ -290,4 +290,9 @@ def compile_cut(
     layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None
 ) -> jax.stages.Compiled:
     """Compile the function from (params, state) to parts."""
-    return layout.fabric.jit(make_parts_fn(layout, host_of_chip)).lower(params, state).compile()
+    parts_of = make_parts_fn(layout, host_of_chip)
+
+    def cut(params: Tree, state: Tree) -> Parts:
+        return parts_of(params, state)
+
+    return layout.fabric.jit(cut).lower(params, state).compile()
