@@ -132,6 +132,26 @@ def test_batch_normalisation_is_refused_where_parameters_are_sharded(tmp_path: P
     train(job(tmp_path / "layer", "2x3"), 1, loss=gathered(LAYER_NORM), params=make, update="fsdp")
 
 
+def test_flax_layers(tmp_path: Path) -> None:
+    """As a user writes them: nnx.BatchNorm in its training mode, and nnx.GroupNorm in its place."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+
+    def trained(name: str, make: Callable[[Any], Any]) -> list[float]:
+        rngs = nnx.Rngs(0)
+        graph, params, rest = nnx.split(
+            nnx.Sequential(nnx.Linear(6, 8, rngs=rngs), make(rngs), nnx.Linear(8, 1, rngs=rngs)), nnx.Param, ...
+        )
+
+        def loss(params: Any, batch: Any) -> Any:
+            return (nnx.merge(graph, params, rest)(batch["x"])[:, 0] - batch["y"]) ** 2
+
+        return train(job(tmp_path / name), 2, loss=loss, params=params)[0]
+
+    with pytest.raises(ParameterError, match=REFUSED):
+        trained("batch", lambda rngs: nnx.BatchNorm(8, rngs=rngs))
+    assert np.isfinite(trained("group", lambda rngs: nnx.GroupNorm(8, num_groups=2, rngs=rngs))).all()
+
+
 def test_a_state_and_a_size_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
     def of_batch(params: Any, state: Any, batch: Any) -> Any:
         hidden = batch["x"] @ params["w"]

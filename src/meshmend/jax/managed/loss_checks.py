@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,24 +62,35 @@ def check_independence(model: Model, feed: Feed, fabric: Fabric, params: Tree, p
             LOGGER.debug("The loss was not called with other examples: %s", error)
         else:
             break
-    if found is None:
+    if found is None or not _same_bits(found.first, found.again):
         return
-    (values, state), again, (values_beside, state_beside), values_of_half = found
-    if not _same_bits((values, state), again):
-        return
-    of_loss = _first_gap(values, values_beside, kept, _root_epsilon(values))
-    if of_loss is not None:
-        raise _refusal("An example's loss", "when other examples are beside it in the batch", of_loss)
-    for path, rows in jax.tree_util.tree_leaves_with_path(state):
-        other = dict(jax.tree_util.tree_leaves_with_path(state_beside))[path]
-        gap = None if rows.dtype.kind in "iub" else _first_gap(rows, other, kept, _root_epsilon(rows))
+    (values, state), (other_values, other_state) = found.first, found.beside_others
+    names = ["An example's loss"] + [
+        f"An example's row of model_state{jax.tree_util.keystr(path)}"
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    pairs = zip([values, *jax.tree.leaves(state)], [other_values, *jax.tree.leaves(other_state)], strict=True)
+    for name, (rows, others) in zip(names, pairs, strict=True):
+        if jnp.issubdtype(rows.dtype, jnp.inexact):  # whole numbers of a state depend on no example (`ModelState`)
+            gap = _first_gap(rows[:kept], others[:kept], _root_epsilon(rows))
+            if gap is not None:
+                raise _refusal(name, "when other examples are beside it in the batch", gap)
+    if found.of_half is not None:
+        least = min(kept, n_rows // 2)
+        gap = _first_gap(values[:least], found.of_half[:least], SIZE_TOLERANCE, floor=_root_epsilon(values))
         if gap is not None:
-            what = f"An example's row of model_state{jax.tree_util.keystr(path)}"
-            raise _refusal(what, "when other examples are beside it in the batch", gap)
-    if values_of_half is not None and np.nanmax(np.abs(values), initial=0) > _root_epsilon(values):
-        of_size = _first_gap(values, values_of_half, min(kept, n_rows // 2), SIZE_TOLERANCE)
-        if of_size is not None:
-            raise _refusal("An example's loss", f"in a batch of {n_rows // 2} instead of {n_rows} examples", of_size)
+            raise _refusal(names[0], f"in a batch of {n_rows // 2} instead of {n_rows} examples", gap)
+
+
+class _Outcomes(NamedTuple):
+    """Values and new model states, as one of this process's devices has them."""
+
+    first: tuple[NDArray[np.generic], Tree]
+    again: tuple[NDArray[np.generic], Tree]
+    """Of the same batch: where the bits are others, nothing can be compared."""
+    beside_others: tuple[NDArray[np.generic], Tree]
+    of_half: NDArray[np.generic] | None
+    """Values alone, of half a batch; None where none was given."""
 
 
 def _first_examples(model: Model, feed: Feed, fabric: Fabric, n_wanted: int) -> Tree:
@@ -107,11 +119,8 @@ def _spread(examples: Tree, rows: NDArray[np.int64], fabric: Fabric) -> Tree:
 
 def _outcomes(
     model: Model, fabric: Fabric, params: Tree, program: Program, batch: Tree, beside_others: Tree, half: Tree
-) -> tuple[Tree, Tree, Tree, Tree] | None:
-    """Return values and new state of a batch, twice, and beside others; and the values of half a batch, if given.
-
-    All are of one of this process's devices. None if the loss has side effects.
-    """
+) -> _Outcomes | None:
+    """Call the loss, in one program; return None if it has side effects."""
     values = model.training(fabric).values
     assert values is not None  # noqa: S101  # each of a job's steps has it
 
@@ -129,7 +138,7 @@ def _outcomes(
         return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data), found)
 
     (first, of_half), (again, _), (beside, _) = run(batch), run(batch), run(beside_others)
-    return first, again, beside, of_half
+    return _Outcomes(first, again, beside, of_half)
 
 
 def _same_bits(one: Tree, other: Tree) -> bool:
@@ -142,16 +151,19 @@ def _root_epsilon(values: NDArray[np.generic]) -> float:
 
 
 def _first_gap(
-    one: NDArray[np.generic], other: NDArray[np.generic], n_rows: int, tolerance: float
+    one: NDArray[np.generic], other: NDArray[np.generic], tolerance: float, *, floor: float = 0.0
 ) -> tuple[float, float] | None:
-    """Return the first two numbers that differ by more than this share of the largest; NaN is like NaN."""
-    a, b = (values[:n_rows].astype(np.float64).ravel() for values in (one, other))
-    finite = np.abs(np.concatenate([a, b]))
-    most = float(np.max(finite, initial=0, where=np.isfinite(finite)))
+    """Return the first two numbers that differ by more than this share of the largest; NaN is like NaN.
+
+    None, too, where the largest is below `floor`: what is left of numbers that cancel is their rounding.
+    """
+    a, b = (values.astype(np.float64).ravel() for values in (one, other))
+    sizes = np.abs(np.concatenate([a, b]))
+    most = float(np.max(sizes, initial=0, where=np.isfinite(sizes)))
     with np.errstate(invalid="ignore"):  # infinite - infinite
         near = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= tolerance * most)
     (far,) = np.nonzero(~near)
-    return (float(a[far[0]]), float(b[far[0]])) if len(far) else None
+    return (float(a[far[0]]), float(b[far[0]])) if len(far) and most >= floor else None
 
 
 def _refusal(what: str, when: str, gap: tuple[float, float]) -> ParameterError:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Script:
 
     path: str
     digest: str
-    began: str
+    began: str = field(compare=False)
 
     @classmethod
     def running(cls) -> Script:
@@ -99,7 +99,7 @@ def naming_the_writer(folder: Path) -> Iterator[None]:
 
 def _difference(folder: Path, kept: Script | None, mine: Script) -> str:
     """Return a sentence that says which script a folder's state is from; "" if it is this one's, or not known."""
-    if kept is None or (kept.path, kept.digest) == (mine.path, mine.digest):
+    if kept is None or kept == mine:
         return ""
     what = f"The state in {folder} is from {kept.path}, which first trained there on {kept.began}"
     if kept.path == mine.path:
