@@ -36,7 +36,7 @@ class Script:
     before: str = ""
     judges: bool = False
 
-    def why_not(self) -> str | None:
+    def skipped_because(self) -> str | None:
         """Return what is missing here, None if nothing is."""
         for name in self.needs:
             module, _, version = name.partition(">=")

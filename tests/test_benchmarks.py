@@ -22,6 +22,6 @@ def test_every_script_has_a_smallest_size() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name]
-    if why := script.why_not():
+    if why := script.skipped_because():
         pytest.skip(why)
     script.run(name, tmp_path)

@@ -270,20 +270,6 @@ def test_steps_that_are_done_again_are_told_with_the_reason(
     assert lines[1:] == ([f"meshmend │ round 2: {said}"] if said else [])
 
 
-def test_links_are_measured_once_and_a_later_start_says_that_it_plans(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timeline = Timeline(timeline_of(tmp_path, 0))
-    watch, screen, ago = Watch(tmp_path), Screen(1), time.time() - 60
-    for number, doing in ((1, "measuring the links, and planning"), (2, "planning")):
-        timeline.facts["round"] = number
-        timeline.note("process", at=ago + number, seconds=0.1)
-        watch.read()
-        screen.look(watch, 0.0)
-        assert capsys.readouterr().out == f"meshmend │ round {number}: {doing} …\n"
-        timeline.note("measure", at=ago + number, seconds=0.1)
-
-
 def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(2)
     starts(screen, 0, 1)

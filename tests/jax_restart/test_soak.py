@@ -72,7 +72,7 @@ def keys_of(state: Any) -> Any:
     """Return what lists the keys of JAX's coordinator, under all names that this process has ever set."""
     client, names = state.client, {"meshmend"}
 
-    class Noted:
+    class Recorded:
         def __getattr__(self, name: str) -> Any:
             return getattr(client, name)
 
@@ -84,7 +84,7 @@ def keys_of(state: Any) -> Any:
             names.add(key.split("/")[0])
             client.key_value_set_bytes(key, value, **more)
 
-    state.client = Noted()
+    state.client = Recorded()
     return lambda: [key for name in sorted(names) for key, _ in client.key_value_dir_get(name)]
 
 

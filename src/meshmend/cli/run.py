@@ -40,6 +40,26 @@ WATCH_S = 0.1
 STATE_WAIT = "30min"
 """How long survivors wait for hosts that have missing parts of the state: a reboot, or a cable that is plugged in."""
 
+StartOverOption = Annotated[
+    bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
+]
+StateWaitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--state-wait",
+        metavar="TIME",
+        help="Wait for absent hosts that have missing parts of the state. [default: 30min; with --local: 0s]",
+    ),
+]
+MachineFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--machine",
+        metavar="FILE",
+        help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
+    ),
+]
+
 
 def command(
     ctx: typer.Context,
@@ -57,14 +77,7 @@ def command(
             "--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1. [or MESHMEND_WRAP]"
         ),
     ] = None,
-    described: Annotated[
-        Path | None,
-        typer.Option(
-            "--machine",
-            metavar="FILE",
-            help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
-        ),
-    ] = None,
+    described: MachineFileOption = None,
     hosts: Annotated[
         str | None,
         typer.Option("--hosts", metavar="MIN:MAX", help="How many hosts to start with, and how many there are."),
@@ -95,17 +108,8 @@ def command(
             "--restarts", metavar="N", min=0, help="Failures of the script itself, without a new step between them."
         ),
     ] = 3,
-    start_over: Annotated[
-        bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
-    ] = False,
-    state_wait: Annotated[
-        str | None,
-        typer.Option(
-            "--state-wait",
-            metavar="TIME",
-            help="Wait for absent hosts that have missing parts of the state. [default: 30min; with --local: 0s]",
-        ),
-    ] = None,
+    start_over: StartOverOption = False,
+    state_wait: StateWaitOption = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
     ] = False,

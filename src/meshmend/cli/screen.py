@@ -198,10 +198,7 @@ class Screen:
         phase = now.stages[-1][0] if now.stages else ""
         if phase in PHASES and time.time() - now.ended > QUIET_S and (now.number, phase) not in self._phases:
             self._phases.add((now.number, phase))
-            rounds = [one for host in job.histories.values() for one in host.rounds]
-            is_measured = any(stage == "plan" for one in rounds for stage, *_ in one.stages)
-            doing = "planning" if phase == "start" and is_measured else PHASES[phase]
-            self.say(f"round {now.number}: {doing} …", "dim")
+            self.say(f"round {now.number}: {PHASES[phase]} …", "dim")
 
     def _resumed(self, job: Watch, now: HostRound) -> None:
         """Show that a round has done its first step."""

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from types import FrameType
-from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -30,7 +29,7 @@ class Interrupts:
         self.heard: signal.Signals | None = None
         """The signal that the loop stops for."""
         self._is_joined = joined_as() is not None
-        self._before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int] = {}
 
     def watch(self) -> None:
         """Take the place of what ends Python: only the main thread can."""
