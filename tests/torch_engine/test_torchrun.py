@@ -130,6 +130,6 @@ def test_a_machine_says_which_chips_are_live(monkeypatch: pytest.MonkeyPatch, tm
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "mine.yaml"
-    file.write_text("shape: 2x2\nfailed: [0,1]\n", encoding="utf-8")
+    file.write_text('meshmend: 1\nshape: 2x2\nfailed: ["0,1"]\n', encoding="utf-8")
     described = mmt.MeshOptions(machine=file)
     assert [described.position(rank, 3)[1] for rank in range(3)] == [(0, 0), (1, 0), (1, 1)]
