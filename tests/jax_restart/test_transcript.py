@@ -283,7 +283,7 @@ def test_a_store_that_does_not_answer_is_named_within_seconds(tmp_path: Path) ->
             first = driver.stdout.readline()
             driver.send_signal(signal.SIGTERM)
             driver.communicate(timeout=60)
-        assert driver.returncode == 130
+        assert driver.returncode == 143
     assert re.fullmatch(
         rf"meshmend │ host 0 has not reached the store at {where} for \d s \(no answer\) and tries again: start "
         r"`meshmend store` there, or give its address as --store\n",
