@@ -23,6 +23,8 @@ SILENCE_S = 1.0
 of a second."""
 LIMIT_S = 3 * SILENCE_S
 """How long a search may take: a store whose process is frozen never answers."""
+FRESH_S = 300.0
+"""For how long a report counts: whoever goes on after it, in another group, may be lost later."""
 
 
 class Reports:
@@ -39,7 +41,7 @@ class Reports:
             store = store.underlying_store
         is_kept = isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._keeper = first if is_kept else None
-        self._has_reported = False
+        self._reported_at = -FRESH_S
 
     @classmethod
     def of(cls, group: object, chips: Mapping[int, Coordinate]) -> Reports | None:
@@ -71,30 +73,37 @@ class Reports:
         return found[0] if found else self._keeper
 
     def _search(self, waited: Sequence[Coordinate]) -> Coordinate | None:
-        if not self._has_reported:  # what came later follows from the first
-            self._store.set(_key(self._own), ";".join(map(_name, waited)))
-            self._has_reported = True
+        if time.time() - self._reported_at >= FRESH_S:  # what comes soon after a report follows from it
+            self._reported_at = time.time()
+            self._store.set(_key(self._own), ";".join([f"{self._reported_at:.0f}", *map(_name, waited)]))
         ahead, seen = list(waited), {self._own}
         while ahead:
             chip = ahead.pop(0)
             if chip in seen:
                 continue
             seen.add(chip)
-            if not self._arrives(_key(chip)):
+            report = self._report_of(chip)
+            if report is None:
                 return chip
-            ahead = [parse_chip(name) for name in self._store.get(_key(chip)).decode().split(";")] + ahead
+            ahead = report + ahead
         return None
 
-    def _arrives(self, key: str) -> bool:
-        """Wait for a key for a while, asking less and less often: thousands of chips may ask one store."""
+    def _report_of(self, chip: Coordinate) -> list[Coordinate] | None:
+        """Return whom a chip waited for; None if it does not say so for a while.
+
+        The store is asked less and less often: thousands of chips may ask it.
+        """
         ends_at, pause_s = time.monotonic() + SILENCE_S, 0.01
-        while not self._store.check([key]):
+        while True:
+            if self._store.check([_key(chip)]):
+                at, *names = self._store.get(_key(chip)).decode().split(";")
+                if time.time() - float(at) < FRESH_S:
+                    return [parse_chip(name) for name in names]
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
-                return False
+                return None
             time.sleep(min(pause_s, left_s))
             pause_s *= 2
-        return True
 
 
 def _name(chip: Coordinate) -> str:
