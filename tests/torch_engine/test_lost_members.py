@@ -217,11 +217,11 @@ def test_the_way_from_report_to_report_leads_to_the_lost_chip(
 def test_an_old_report_does_not_hide_that_its_chip_is_lost_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "SILENCE_S", 0.2)
     store, now = dist.HashStore(), time.time()
-    monkeypatch.setattr(lost.time, "time", lambda: now - 2 * lost.FRESH_S)
+    monkeypatch.setattr(time, "time", lambda: now - 2 * lost.FRESH_S)
     again = Reports(store, A, None)
     assert again.find([B]) == B
     assert search(store, {B: [C]}) == {B: C}, "B reports, and goes on in another group"
-    monkeypatch.setattr(lost.time, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     assert again.find([B]) == B
     assert search(store, {C: [A]}) == {C: B}, "the new report of A"
 
