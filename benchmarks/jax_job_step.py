@@ -147,7 +147,7 @@ def fsdp() -> None:
     for name, (_, _, _, pair, value) in steps.items():
         took = times[name]
         print(
-            f"{name:26}{f'{pair.scatter.n_steps} + {pair.gather.n_steps}':>12}{min(took) * 1e3:>7.1f} ms"
+            f"{name:26}{f'{pair.n_steps} + {pair.gather.n_steps}':>12}{min(took) * 1e3:>7.1f} ms"
             f"{statistics.median(took) * 1e3:>7.1f} ms{min(took) / best:>11.2f}{value:>9.4f}"
         )
 

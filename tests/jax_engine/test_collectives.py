@@ -87,7 +87,7 @@ def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
     program, pair = mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")
 
     def everything(tree: Tree, program: mmj.Program, pair: mmj.Program) -> Any:
-        shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
+        shards = mmj.reduce_scatter(tree, pair, accumulate_dtype=jnp.float32)
         return (
             mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32),
             mmj.all_gather(shards, pair, like=plain_psum(tree), accumulate_dtype=jnp.float32),
@@ -129,7 +129,7 @@ def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
         assert (np.asarray(means[dtype]) == float(value)).all(), dtype
     pair = mmj.install(cases.schedule_of(name), fabric, update="two-phase")
     with pytest.raises(ParameterError, match=r"a mean of int8 would not be cut .*x\.astype\(jnp\.float32\)"):
-        cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h.scatter, mean=True), tree["int8"], pair)
+        cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h, mean=True), tree["int8"], pair)
 
 
 def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
@@ -145,7 +145,7 @@ def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
             cases.on_chips(fabric, mmj.all_reduce, values, program)
 
     def summed(tree: Tree, program: mmj.Program, pair: mmj.Program) -> Any:
-        shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
+        shards = mmj.reduce_scatter(tree, pair, accumulate_dtype=jnp.float32)
         back = mmj.all_gather(shards, pair, like=tree, accumulate_dtype=jnp.float32)
         return mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32), back
 
@@ -196,7 +196,7 @@ def test_shards_are_the_owners_chunks() -> None:
     values = np.tile(np.arange(chunks * 2, dtype=np.int32), (n, 1))
 
     def cut(values: jax.Array, pair: mmj.Program) -> Any:
-        return shard_of(values, pair.scatter), mmj.reduce_scatter(values, pair.scatter)
+        return shard_of(values, pair), mmj.reduce_scatter(values, pair)
 
     (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, pair)
     assert (np.asarray(summed) == n * np.asarray(cut_rows)).all()
@@ -217,9 +217,9 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
     values = np.random.default_rng(0).integers(-99, 99, (24, 1001), dtype=np.int32)
 
     def both(values: jax.Array, program: mmj.Program, pair: mmj.Program) -> Any:
-        shards = mmj.reduce_scatter(values[0], pair.scatter)
+        shards = mmj.reduce_scatter(values[0], pair)
         back = mmj.all_gather(shards, pair, like=values[0])
-        again = mmj.all_gather(shard_of(back, pair.scatter), pair, like=back)
+        again = mmj.all_gather(shard_of(back, pair), pair, like=back)
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))
@@ -300,7 +300,7 @@ def test_wrong_programs_are_refused() -> None:
     pair = mmj.install(cases.schedule_of("hamiltonian 4x4"), fabric, update="two-phase")
     x = np.zeros((16, 4), np.float32)
     with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*install"):
-        cases.on_chips(fabric, mmj.all_reduce, x, pair.scatter)
+        cases.on_chips(fabric, mmj.all_reduce, x, pair)
     with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*update='two-phase'"):
         cases.on_chips(fabric, mmj.reduce_scatter, x, pair.gather)
     with pytest.raises(
@@ -309,7 +309,7 @@ def test_wrong_programs_are_refused() -> None:
         mmj.install(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
 
     def mismatched(x: jax.Array, pair: mmj.Program) -> Any:
-        shards = mmj.reduce_scatter(x, pair.scatter)
+        shards = mmj.reduce_scatter(x, pair)
         return mmj.all_gather(shards, pair, like=jnp.zeros(100))
 
     with pytest.raises(ParameterError, match=r"A shard has shape .* expected .* cut from another tree"):
@@ -317,7 +317,7 @@ def test_wrong_programs_are_refused() -> None:
     with pytest.raises(ParameterError, match="There are 1 shards, but a tree like this has 2"):
         cases.on_chips(
             fabric,
-            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h, like=(x, x.astype(jnp.int32))),
+            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h), h, like=(x, x.astype(jnp.int32))),
             x,
             pair,
         )

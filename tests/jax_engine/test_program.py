@@ -96,8 +96,8 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
 
     uses = {
         "all_reduce": (mmj.all_reduce, program),
-        "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], pair),
-        "shard_of": (lambda a, h: shard_of(a, h.scatter)[0], pair),
+        "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h)[0], pair),
+        "shard_of": (lambda a, h: shard_of(a, h)[0], pair),
         "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h, like=a), pair),
     }
     for function, tables in uses.values():
@@ -167,7 +167,7 @@ def test_a_plan_that_leaves_the_chunks_to_a_few_owners_is_no_pair() -> None:
     with pytest.raises(ParameterError, match=r"One of 16 chips owns \d+ of 48 chunks .* Plan with owners='even'\."):
         mmj.install(few, fabric, update="two-phase")
     even = mm.plan(fabric.mesh, "weave", chunks=48, owners="even")
-    assert mmj.install(even, fabric, update="two-phase").scatter.n_chips == 16
+    assert mmj.install(even, fabric, update="two-phase").n_chips == 16
 
 
 def test_other_ways_to_update_are_refused_and_the_names_of_before_still_install() -> None:
@@ -178,9 +178,3 @@ def test_other_ways_to_update_are_refused_and_the_names_of_before_still_install(
         mmj.install(schedule, fabric, update="sharded")  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match=r"scatter and gather go with update='two-phase', got them with .*'fused'"):
         mmj.install(schedule, fabric, update="fused", scatter=schedule)
-    for name, update in (("install_pair", "two-phase"), ("install_turn", "fused")):
-        with pytest.warns(DeprecationWarning, match=rf"{name} is meshmend\.jax\.install\(…, update='{update}'\) now"):
-            install = getattr(mmj, name)
-        assert install(schedule, fabric).update == update
-    with pytest.warns(DeprecationWarning, match=r"ProgramPair is meshmend\.jax\.Program now"):
-        assert mmj.ProgramPair is mmj.Program

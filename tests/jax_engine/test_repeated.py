@@ -96,7 +96,7 @@ def test_a_sharded_update_finds_its_chunks() -> None:
     values = np.random.default_rng(1).integers(-99, 99, size=(16, 100)).astype(np.int32)
 
     def through_shards(x: jax.Array, pair: mmj.Program) -> jax.Array:
-        shards = mmj.reduce_scatter(x, pair.scatter)
+        shards = mmj.reduce_scatter(x, pair)
         return jnp.asarray(mmj.all_gather(shards, pair, like=x))
 
     mapped = jax.jit(

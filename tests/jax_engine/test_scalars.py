@@ -245,7 +245,7 @@ def test_norms_of_a_sharded_update_take_the_program_for_scalars() -> None:
     fabric, (params, batch) = holed(), whole_numbers()
     clipped = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
     pair, fused = program_of("two-phase"), program_of("fused")
-    halves = (pair.scatter, pair.gather)
+    halves = (pair, pair.gather)
     for optimizer, program, runs in (
         (optax.adam(1e-2), pair, (*halves, pair.scalars)),
         (clipped, pair, (*halves, pair.scalars, pair.scalars)),
@@ -284,7 +284,7 @@ def test_sharded_parameters_sum_loss_and_norm_by_the_program_for_scalars() -> No
     training = mmj.fsdp.sharded_train_step(loss, optimizer, fabric, per_example=True)
     state = jax.eval_shape(training.init, params, pair)
     found = count(training.step, params, state, batch, pair)[1]
-    assert found == lanes_of(pair.gather, pair.scatter, pair.scalars, pair.scalars)
+    assert found == lanes_of(pair.gather, pair, pair.scalars, pair.scalars)
 
 
 def test_tiles_do_not_run_the_plan_twice_either() -> None:

@@ -185,7 +185,7 @@ def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
     check_close(mmj.fsdp.unshard_params(params, fabric, pair), whole)
     (moments,) = state[0].mu["layers"].shards
-    largest = max(len(owned) for owned in pair.scatter.layout.shape.owned)
+    largest = max(len(owned) for owned in pair.layout.shape.owned)
     assert len(moments.addressable_shards) == 12
     assert moments.addressable_shards[0].data.shape[:2] == (LAYERS, largest), "a chip has its own chunks only"
     assert moments.addressable_shards[0].data.size <= 2 * LAYERS * (5 * WIDTH + 2) * WIDTH / 12

@@ -58,7 +58,6 @@ def _add_group(name: str, panel: str, brief: str, group: typer.Typer) -> None:
 
 
 _add("plan", START, "plan, prove, predict", plan.command)
-_add("predict", START, "the same", plan.command, hidden=True)
 _add("verify", START, "prove a saved plan", verify.command)
 _add("compare", START, "planners side by side", compare.command)
 _add("draw", START, "a picture, or every step", draw.command)

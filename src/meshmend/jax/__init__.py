@@ -5,10 +5,6 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
-import importlib
-import warnings
-from functools import partial
-
 from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
@@ -25,7 +21,6 @@ from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
 from meshmend.jax.program import Program, install
 from meshmend.jax.tiles import tile
-from meshmend.jax.training import TrainStep as _TrainStep
 from meshmend.jax.training import train_step
 from meshmend.jax.training_plan import plan
 
@@ -54,40 +49,3 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
-
-_MOVED = {
-    "checks": ("Disagreement", "Part", "Recompute", "compare_replicas", "replica_digests"),
-    "collectives": ("Shards", "shard_of"),
-    "feed": ("Batch",),
-    "fsdp": (
-        *("ShardedParams", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
-        *("shard_params", "sharded_specs", "sharded_train_step", "unshard_params"),
-    ),
-    "layerwise": ("scale_by_trust_ratio",),
-    "program": ("abstract_program",),
-    "tiles": ("TiledFabric",),
-    "training_plan": ("TrainingPlan",),
-    "training": ("TrainStep",),
-}
-
-_REPLACED = {
-    "ProgramPair": ("Program", Program),
-    "ProgramWithTurn": ("Program", Program),
-    "ShardedTrainStep": ("training.TrainStep", _TrainStep),
-    "install_pair": ("install(…, update='two-phase')", partial(install, update="two-phase")),
-    "install_turn": ("install(…, update='fused')", partial(install, update="fused")),
-}
-
-
-def __getattr__(name: str) -> object:
-    """Return what was here before it moved or was replaced, with a warning that says what to use now."""
-    if name in _REPLACED:
-        now, found = _REPLACED[name]
-        warnings.warn(f"{__name__}.{name} is {__name__}.{now} now.", DeprecationWarning, stacklevel=2)
-        return found
-    for module, names in _MOVED.items():
-        if name in names:
-            home = f"{__name__}.{module}"
-            warnings.warn(f"{__name__}.{name} is {home}.{name} now.", DeprecationWarning, stacklevel=2)
-            return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -157,14 +157,12 @@ def _shard_map(
     settings: dict[str, Any], closed: ClosedJaxpr, operands: Values, before: Values
 ) -> tuple[Values, Values]:
     whole = jax.sharding.PartitionSpec()
-    # JAX 0.10 calls them newly_manual_axes, earlier ones manual_axes.
-    axes = next(axes for name, axes in settings.items() if name.endswith("manual_axes"))
     found: Values = jax.shard_map(
         lambda zero, *given: _evaluate(closed, given, [zero] if before else [])[0],
         mesh=settings["mesh"],
         in_specs=(whole, *settings["in_specs"]),
         out_specs=list(settings["out_specs"]),
-        axis_names=set(axes),
+        axis_names=set(settings["newly_manual_axes"]),
         check_vma=settings["check_vma"],
     )(_zero_after(before), *operands)
     return found, found

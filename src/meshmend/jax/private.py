@@ -98,7 +98,4 @@ def use_gloo_at(address: str) -> None:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the axes of a `shard_map` over which JAX knows a value to vary; none where it does not keep track."""
-    kind = jax.typeof(value)
-    # JAX 0.10 calls it manual_axis_type.varying, earlier ones vma.
-    axes = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", ())
-    return frozenset(axes)
+    return frozenset(jax.typeof(value).manual_axis_type.varying)

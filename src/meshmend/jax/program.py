@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -108,11 +107,6 @@ class Program:
     def for_scalars(self) -> Program:
         """The program that a few numbers take: `scalars`, or this one where it has none."""
         return self if self.scalars is None else self.scalars
-
-    @property
-    def scatter(self) -> Program:
-        """The first of two phases, beside `gather`: the program's own loops."""
-        return self
 
     @property
     def phases(self) -> tuple[Program, ...]:
@@ -215,10 +209,6 @@ def abstract_program(
 ) -> Program:
     """Return what `install` does, of shapes only: to compile for devices that are not here."""
     return _Installer(fabric, _abstract, engine).program(schedule, update, scatter, gather, scalars)
-
-
-abstract_fused = partial(abstract_program, update="fused")
-"""What it was called before; it goes with the next version."""
 
 
 def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:

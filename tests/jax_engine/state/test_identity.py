@@ -139,12 +139,6 @@ def test_another_models_state_is_refused(
     assert_is_step(again, again.restore(), 7)
 
 
-def test_a_checkpoint_of_the_format_before_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "disk" / "7" / "facts").mkdir(parents=True)
-    with pytest.raises(RestartError, match=r"step 7 in .* is from an older meshmend, .*format of their own \(1; this"):
-        Started(memory_every=0, disk=tmp_path / "disk").restore()
-
-
 def test_a_copy_of_an_older_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000001-000000000007").write_bytes(b"meshmend state 1\n2 123\n{}")
     with pytest.raises(RestartError, match="was written by an older meshmend, in another form"):

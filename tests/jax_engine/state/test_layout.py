@@ -263,7 +263,7 @@ class Job:
         self.fabric, self.schedule, pair, program = machine(n_cores, failed)
         self.program = pair if sharded else program
         self.accumulate_dtype = accumulate_dtype
-        chunks = pair.scatter.layout.shape.total_chunks
+        chunks = pair.layout.shape.total_chunks
         owners = np.asarray(reduce_scatter_of(self.schedule).owners)
         lists = [[c for c in range(chunks) if owners[c] == chip] for chip in range(self.fabric.mesh.n_chips)]
         room = max(map(len, lists))

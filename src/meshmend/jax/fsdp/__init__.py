@@ -4,8 +4,6 @@
 `training` is the train step.
 """
 
-import warnings
-
 from meshmend.jax.fsdp.layer_scan import scan_layers
 from meshmend.jax.fsdp.params import (
     ShardedParams,
@@ -17,7 +15,6 @@ from meshmend.jax.fsdp.params import (
     unshard_params,
 )
 from meshmend.jax.fsdp.training import sharded_train_step
-from meshmend.jax.training import TrainStep
 
 __all__ = [
     "ShardedParams",
@@ -30,12 +27,3 @@ __all__ = [
     "sharded_train_step",
     "unshard_params",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Return what was replaced, with a warning that says what to use now."""
-    if name == "ShardedTrainStep":
-        now = "meshmend.jax.training.TrainStep"
-        warnings.warn(f"{__name__}.{name} is {now} now.", DeprecationWarning, stacklevel=2)
-        return TrainStep
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,13 +117,6 @@ class Disk:
         """Return a checkpoint's facts, without importing Orbax; raise `RestartError` if they are not as written."""
         path = self.folder / str(step) / FACTS / "metadata"
         try:
-            if (self.folder / str(step) / "facts").exists():
-                raise RestartError(
-                    f"The checkpoint of step {step} in {self.folder} is from an older meshmend, whose checkpoints had "
-                    f"a format of their own (1; this one reads {FORMAT}, which is Orbax's). Finish the job with the "
-                    "version that began it, or give this one a new folder.",
-                    step=step,
-                )
             written = json.loads(read_plain(path))
             text, expected = str(written["facts"]), str(written["checksum"])
             got = hashlib.sha256(text.encode()).hexdigest()
