@@ -141,7 +141,7 @@ def test_the_verifier_imports_no_planner() -> None:
 
 
 # What an engine may use of planning: a plan from any planner, the cache of plans, and what a weight update costs.
-ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "UpdatePlan", "UpdateWay", "plan", "update_plans"}
+ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "plan"}
 ENGINES_MAY |= {"StepDemands", "StepPlan", "Workload", "plan_broadcast", "plan_shards", "plan_step", "round_payload"}
 PLANNER_FREE = ("cost", "drawing", "jax", "lab", "numpy", "torch")
 

@@ -7,7 +7,7 @@ import pytest
 
 from commandline import run, run_json
 from meshmend.cost import bound, predict
-from meshmend.planning import PLANNERS, make_planner, plan, update_plans
+from meshmend.planning import PLANNERS, make_planner, plan
 from meshmend.topology import Mesh
 
 HOLED = ("8x8", "--fail", "2x2@2,2", "--payload", "1MB")
@@ -69,19 +69,6 @@ def test_compare_has_every_planner_on_both_meshes() -> None:
                 assert entry["seconds"] == pytest.approx(entry["ratio_to_bound"] * part["bound_seconds"])
             else:
                 assert make_planner(entry["planner"]).unsupported_reason(mesh) == entry["unsupported_reason"]
-
-
-def test_compare_prices_a_weight_update() -> None:
-    words = ("compare", "2x3", "--payload", "1MB", "--hardware", "tpu-v6e", "--update")
-    ways = run_json(*words)["update"]
-    found = update_plans(Mesh("2x3"), 1e6, "tpu-v6e")
-    assert [(way["way"], way["seconds"], way["state_share"]) for way in ways] == [
-        (str(plan.way), plan.seconds, plan.state_share) for plan in found
-    ]
-    table = run(*words)
-    assert "× all-reduce" in table
-    assert all(str(plan.way) in table for plan in found)
-    assert "update" not in run_json(*words[:-1])
 
 
 def test_compare_on_a_full_mesh_has_no_second_mesh() -> None:

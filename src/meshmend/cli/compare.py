@@ -25,7 +25,6 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
-from meshmend.planning import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
 from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
@@ -47,16 +46,11 @@ def command(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
-    update: Annotated[
-        bool,
-        typer.Option("--update", help="Also price a weight update: with a fused update, in two phases, or replicated."),
-    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare every planner that can serve a mesh, and the same on the full mesh, with its slow cables.
 
-    A saved plan is proven, and compared with the planners for its collective on its mesh. With --update, a training
-    step's exchange is priced in each way that the optimizer's state can be kept, by the plans that it would run.
+    A saved plan is proven, and compared with the planners for its collective on its mesh.
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
@@ -90,8 +84,6 @@ def command(
                     saved=saved if one is mesh else None,
                 )
             )
-        working_on(f"weight update on {mesh}")
-        ways = update_plans(mesh, payload_bytes, chosen) if update else ()
     this, full = found[0], found[1] if len(found) > 1 else None
     if plot_to is not None:
         plot(this, full, plot_to)
@@ -102,14 +94,11 @@ def command(
         "mode": how,
         "mesh": _facts(this),
         "full_mesh": None if full is None else _facts(full),
-        **({"update": [_way_facts(way) for way in ways]} if update else {}),
     }
     if json:
         print_json(facts)
         return
     _show(this, facts["mesh"], facts["full_mesh"])
-    if update:
-        _show_update(facts["update"], this)
     if plot_to is not None:
         print_line(f"Drawn to {plain(plot_to)}.")
 
@@ -188,37 +177,3 @@ def _share(gap: dict[str, float], part: str) -> str | None:
     """Return a part of the time in per cent; rounding errors below 0 are 0."""
     total = sum(gap.values())
     return f"{round(100 * gap[part] / total)}%" if total else None
-
-
-def _way_facts(way: UpdatePlan) -> dict[str, Any]:
-    return {
-        "way": str(way.way),
-        "plans": [{"planner": s.planner, "collective": str(s.collective), "steps": s.n_steps} for s in way.schedules],
-        "seconds": way.seconds,
-        "state_share": way.state_share,
-    }
-
-
-def _show_update(ways: list[dict[str, Any]], comparison: Comparison) -> None:
-    all_reduce_s = next(row["seconds"] for row in ways if row["way"] == UpdateWay.REPLICATED)
-    console = terminal()
-    console.print()
-    console.print(
-        f"weight update on {comparison.mesh}, {format_bytes(comparison.payload_bytes)} of gradients, lock-step",
-        style="bold",
-        soft_wrap=True,
-    )
-    print_rows(
-        ways,
-        [
-            ("weight update", lambda row: row["way"]),
-            ("time", lambda row: name_seconds(row["seconds"])),
-            ("× all-reduce", lambda row: f"{row['seconds'] / all_reduce_s:.3f}" if all_reduce_s else None),
-            (
-                "state per chip",
-                lambda row: "all" if row["way"] == UpdateWay.REPLICATED else f"≤ {row['state_share']:.2%}",
-            ),
-            ("plans", lambda row: ", ".join(f"{one['planner']} {one['collective']}" for one in row["plans"])),
-        ],
-        wrapped="plans",
-    )

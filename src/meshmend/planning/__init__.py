@@ -12,7 +12,6 @@ from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.shards import plan_broadcast, plan_halves, plan_shards
 from meshmend.planning.step import StepDemands, StepPlan, plan_step
 from meshmend.planning.two_color import TwoColor
-from meshmend.planning.updates import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.weave import Weave
 from meshmend.planning.workload import Workload, round_payload
 
@@ -33,8 +32,6 @@ __all__ = [
     "StepPlan",
     "Tuned",
     "TwoColor",
-    "UpdatePlan",
-    "UpdateWay",
     "Weave",
     "Workload",
     "choose",
@@ -45,5 +42,4 @@ __all__ = [
     "plan_shards",
     "plan_step",
     "round_payload",
-    "update_plans",
 ]
