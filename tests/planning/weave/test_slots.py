@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from meshmend import Mesh
 from meshmend.planning.weave.slots import Slots, _Network, assign_steps
-from meshmend.planning.weave.slots_reference import Reference, Transfer
 from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
+from slots_reference import Reference, Transfer
 from strategies import torn_meshes
 
 

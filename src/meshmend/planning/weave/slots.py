@@ -14,8 +14,8 @@ due first: the ragged end is packed, and the start was packed already. Where tha
 Over a slow link a chunk goes in pieces, over several steps (`pieces`): its link is closed meanwhile, nothing that waits
 for it may go, and no sibling may meet it.
 
-What follows does that with packed arrays, for millions of transfers. The same rule in plain Python, in sixty lines, is
-`slots_reference`, which it is tested against, step by step: read that first.
+What follows does that with packed arrays, for millions of transfers. Read first the same rule in plain
+Python, in sixty lines: `tests/planning/slots_reference.py`, which the tests hold it to, step by step.
 
 A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cable to the chip's parent in the tree.
 """
