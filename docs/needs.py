@@ -14,24 +14,27 @@ FENCE = re.compile(
     re.M | re.S,
 )
 EXTRAS = {
-    "launch": r"meshmend (?:run|store|bench restart)\b",
+    "launch": r"meshmend (?:run|store)\b",
     "restart": r"mmj\.Job\b|meshmend\.jax\.state|train_through_failure",
-    "workloads": r"benchmarks/paper_workloads",
-    "tpu": r"meshmend compile\b|benchmarks/jax_(?:fsdp|billion)",
-    "export": r"meshmend export\b",
-    "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_",
-    "torch": r"meshmend\.torch|meshmend bench allreduce|(?:examples/|benchmarks/)torch",
-    "draw": r"meshmend draw\b|mm\.draw\b|--plot\b|--figure\b",
+    "tpu": r"meshmend compile\b|benchmarks/(?:jax_(?:fsdp|billion)|paper_workloads)",
+    "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_|meshmend bench\b",
+    "torch": r"meshmend\.torch|meshmend lab bench allreduce|(?:examples/|benchmarks/)torch",
+    "draw": r"meshmend draw\b|mm\.draw\b|--plot\b",
     "availability": r"meshmend (?:availability|report)\b|meshmend\.availability",
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",
 }
 """What of a block's text tells that it needs an extra."""
+LAB = {
+    "": r"meshmend lab\b|meshmend_lab|lab/benchmarks/",
+    "restart": r"meshmend lab bench restart\b",
+    "workloads": r"lab/benchmarks/paper_workloads",
+    "export": r"meshmend lab export\b",
+}
+"""What of it tells that it needs the laboratory, or an extra of it."""
 INCLUDES = {
     "launch": {"restart", "jax"},
     "restart": {"jax"},
-    "workloads": {"tpu", "jax"},
     "tpu": {"jax"},
-    "export": {"jax"},
 }
 CHECKOUT = re.compile(r"(?:benchmarks|docs|examples|tests)/\w|pip install '?\.")
 FIRST = "index.md"
@@ -41,16 +44,19 @@ FIRST = "index.md"
 def needs(body: str) -> str:
     """Return what a block needs, in a few words.
 
-    >>> needs("sudo meshmend bench allreduce --lab 4x4; meshmend compare 4x4 --payload 1MB --plot times.svg")
-    "needs root, pip install '.[draw,torch]'"
+    >>> needs("sudo meshmend lab bench allreduce --lab 4x4; meshmend compare 4x4 --payload 1MB --plot times.svg")
+    "needs root, pip install '.[draw,torch]' ./lab"
     """
     found = {extra for extra, tells in EXTRAS.items() if re.search(tells, body)}
     for extra in sorted(found):
         found -= INCLUDES.get(extra, set())
     what = ["a checkout"] if CHECKOUT.search(body) else []
     what += ["root"] if re.search(r"^sudo ", body, re.M) else []
-    if found and "pip install" not in body:
-        what.append(f"pip install '.[{','.join(sorted(found))}]'")
+    lab = [extra for extra, tells in LAB.items() if re.search(tells, body)]
+    if (found or lab) and "pip install" not in body:
+        words = [f"'.[{','.join(sorted(found))}]'" if found else "."]
+        words += [f"'./lab[{lab[-1]}]'" if lab[-1] else "./lab"] if lab else []
+        what.append(f"pip install {' '.join(words)}")
     return f"needs {', '.join(what)}" if what else ""
 
 

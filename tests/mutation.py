@@ -99,7 +99,7 @@ def run(target: Target, folder: Path, processes: int) -> dict[str, str]:
             f"only_mutate = {[target.file]}\n"
             f"pytest_add_cli_args_test_selection = {list(target.tests)}\n"
             f"pytest_add_cli_args = {arguments}\n"
-            'also_copy = ["README.md", "docs", "examples", "benchmarks"]\n'
+            'also_copy = ["README.md", "docs", "examples"]\n'
             'process_isolation = "forkserver"\n'
         )
     environment = {**os.environ, "PYTHONPATH": str(copy / "tests")}

@@ -55,6 +55,11 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
     @property
+    def needs_lab(self) -> bool:
+        """Whether it uses the laboratory, whose tests run it then."""
+        return re.search(r"meshmend lab\b|meshmend_lab|\blab/", self.body) is not None
+
+    @property
     def runs(self) -> bool:
         return self.kind in ("python", "bash") and not self.by and not self.reason
 
@@ -93,7 +98,7 @@ def read(page: Path) -> list[Block]:
 
 def furnish(folder: Path) -> Path:
     """Make `folder` look like a checkout, so that a page can say `python examples/…`; what is written stays in it."""
-    for name in ("benchmarks", "docs", "examples", "src", "tests", "pyproject.toml", "constraints.txt", "LICENSE"):
+    for name in ("docs", "examples", "lab", "src", "tests", "pyproject.toml", "constraints.txt", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -133,7 +138,9 @@ def run(block: Block, environment: dict[str, str] | None = None) -> None:
         furnish(Path(folder))
         env = {name: value for name, value in os.environ.items() if name not in HIDDEN} | (environment or {})
         env |= {"PATH": f"{commands(Path(tools))}{os.pathsep}{env['PATH']}", "COLUMNS": "100"}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT / "lab/src"), *filter(None, [env.get("PYTHONPATH")])]
+        )
         if block.kind == "python":
             script = Path(tools) / f"{block.page.name}"
             # So that an error names the line of the page.
@@ -168,14 +175,17 @@ def check_requirements(words: list[str]) -> None:
     """Installing is what CI begins with; here it is enough that whatever a page tells to install exists."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    def extras_of(folder: str) -> set[str]:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return set(project["optional-dependencies"])
+
     known = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
     for word in words:
         if word.startswith("-") or word in ("install", "constraints.txt"):
             continue
         name, _, extras = word.removesuffix("]").partition("[")
-        if name == ".":
-            missing = set(extras.split(",")) - {""} - set(project["optional-dependencies"])
+        if name in (".", "./lab"):
+            missing = set(extras.split(",")) - {""} - extras_of(name)
         else:
             missing = set() if f"\n{name.lower().partition('=')[0]}==" in known else {name}
         if missing:

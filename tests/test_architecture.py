@@ -30,14 +30,12 @@ ORDER = [
     "cost",
     "numpy",
     "planning",
-    "study",
     "availability",
     "quarantine",
     "launch",
     "jax",
     "drawing",
     "",
-    "lab",
     "torch",
     "bench",
     "doctor",
@@ -47,7 +45,7 @@ ORDER = [
 ]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
-CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "updates.py", "__init__.py"}
+CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "compare.py", "plot.py", "__init__.py"}
 
 
 def part_of(path: Path) -> str:
@@ -78,6 +76,17 @@ def test_imports_run_one_way(path: Path) -> None:
         assert ORDER.index(other) <= ORDER.index(part), f"{path.name} reaches from {part!r} to {other!r}"
     if part == "planning" and path.name not in CHOOSERS:
         assert imports_of(path) <= PLANNERS_MAY
+
+
+def test_the_laboratory_imports_the_product_and_never_the_other_way() -> None:
+    root = Path(__file__).parents[1]
+    files = [path for folder in (SOURCE, root / "tests", root / "examples") for path in folder.rglob("*.py")]
+    assert len(files) > 300
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "meshmend_lab" for name in names), path
 
 
 def module_of(path: Path) -> str:
@@ -143,7 +152,7 @@ def test_the_verifier_imports_no_planner() -> None:
 # What an engine may use of planning: a plan from any planner, the cache of plans, and what a weight update costs.
 ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "plan"}
 ENGINES_MAY |= {"StepDemands", "StepPlan", "Workload", "plan_broadcast", "plan_shards", "plan_step", "round_payload"}
-PLANNER_FREE = ("cost", "drawing", "jax", "lab", "numpy", "torch")
+PLANNER_FREE = ("cost", "drawing", "jax", "numpy", "torch")
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
@@ -297,7 +306,7 @@ def test_no_file_is_two_ideas() -> None:
 def test_every_protected_row_of_the_threat_model_has_a_test_that_exists() -> None:
     root = Path(__file__).parents[1]
     rows = [row for row in (root / "SECURITY.md").read_text(encoding="utf-8").splitlines() if row.startswith("|")]
-    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
+    named = [re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
     assert sum(map(len, named)) >= 8
     for row, tests in zip(rows, named, strict=True):
         is_head = row.startswith(("|---", "| socket", "| file"))

@@ -15,7 +15,6 @@ from typing import Any, get_type_hints
 import pytest
 
 from meshmend import errors
-from meshmend.cost.simgrid import SimgridError
 from meshmend.errors import MeshmendError, MissingExtraError, PlanError
 from meshmend.extras import install_hint
 
@@ -52,7 +51,7 @@ def make(kind: type[MeshmendError]) -> MeshmendError:
     return kind(*positional, **named)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, SimgridError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_error_is_the_same_after_pickling_and_copying(kind: type[MeshmendError]) -> None:
     error = make(kind)
     error.add_note("seen on the way")

@@ -12,6 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+LAB = tomllib.loads((ROOT / "lab/pyproject.toml").read_text())["project"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -35,10 +36,11 @@ def test_every_supported_python_is_tested() -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_names_only_what_exists(path: Path) -> None:
     run = commands(read(path))
-    for named in re.findall(r"(?<![\w/])(?:tests|\.ci|docs)/[\w./]+|constraints\.txt", run):
+    for named in re.findall(r"(?<![\w/])(?:tests|\.ci|docs|lab)/[\w./]+|constraints\.txt", run):
         assert (ROOT / named).exists(), named
-    for extras in re.findall(r"'\.\[([\w,]+)\]'|\.whl\)\[([\w,]+)\]", run):
-        assert set("".join(extras).split(",")) <= set(PROJECT["optional-dependencies"])
+    for folder, wheel, extras in re.findall(r"""(?:'\.(/lab)?|dist/(meshmend\w*)-\*\.whl\))\[([\w,]+)\]['"]""", run):
+        project = LAB if folder or wheel == "meshmend_lab" else PROJECT
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

@@ -105,7 +105,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     insert(table, "CHOICES: tuple[type[Planner], ...] = (", "Reversed, ", after=True)
     insert(copy / "cost" / "hardware.py", '        _tpu("tpu-v2", ', '        Hardware("slow-lab", 5e6),\n')
     insert(
-        copy / "study" / "compare.py",
+        copy / "planning" / "compare.py",
         '    Column("chunks",',
         '    Column("per_chip", lambda schedule: schedule.n_transfers / schedule.mesh.n_chips, heading="per-chip"),\n',
     )

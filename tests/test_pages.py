@@ -19,10 +19,14 @@ def run_all(page: Path) -> None:
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# These need torch or a lab, and are run by the tests of those.
-WITH_TORCH = {"lab.md", "torch.md"}
+# These need torch, and are run by the tests of it; what needs the laboratory is run by lab/tests/test_pages.py.
+WITH_TORCH = {"torch.md"}
 BLOCKS = [block for page in PAGES for block in read(page)]
-HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind not in ("text", "diff")]
+HERE = [
+    block
+    for block in BLOCKS
+    if block.page.name not in WITH_TORCH and block.kind not in ("text", "diff") and not block.needs_lab
+]
 
 
 @pytest.mark.parametrize("block", [block for block in HERE if not block.slow], ids=lambda block: block.name)
@@ -61,11 +65,11 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
-        ("jax.md", "bash", "tests/jax_engine/compiling/test_exporting.py"),
-        ("jax.md", "python", "tests/jax_engine/compiling/test_exporting.py"),
+        ("export.md", "bash", "lab/tests/jax_programs/test_exporting.py"),
+        ("export.md", "python", "lab/tests/jax_programs/test_exporting.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_tiles.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
-        ("availability.md", "bash", "tests/jax_restart/test_run.py"),
+        ("availability.md", "bash", "lab/tests/jobs/test_replayed.py"),
         ("machines.md", "bash", "tests/jax_engine/test_bench.py"),
         ("measured.md", "bash", "tests/jax_engine/test_bench.py"),
         ("start.md", "bash", "tests/jax_restart/test_job.py"),
@@ -73,13 +77,13 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),
         ("jobs.md", "bash", "tests/jax_restart/test_job.py"),
-        ("jobs.md", "bash", "tests/jax_restart/test_restart.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_local_job.py"),
         ("jobs.md", "bash", "tests/jax_restart/test_tiles.py"),
         ("jobs.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("jobs.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
         ("operate.md", "bash", "tests/jax_restart/test_checking.py"),
-        ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
+        ("jax.md", "bash", "lab/tests/jax_programs/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
         ("torch.md", "python", "tests/torch_engine/test_failures.py"),
     }
@@ -89,6 +93,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
         ("CONTRIBUTING.md", "it searches for half an hour"),
+        ("export.md", "one rank of 64, on TPUs; lab/tests/torch_processes/test_torch_tpu.py runs the hooks"),
         ("jobs.md", "it needs eight hosts and a store"),
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),
@@ -96,7 +101,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
-        ("torch.md", "one rank of 64, on TPUs; tests/torch_engine/test_tpu.py runs the hooks"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
         ("where.md", "it needs a TPU"),
@@ -119,10 +123,10 @@ NEEDS = runpy.run_path(str(ROOT / "docs" / "needs.py"))
         ("import jax\nimport meshmend.jax as mmj\n", "needs pip install '.[jax]'"),
         ("meshmend run --local 4x4 --host 2x2 train.py\n", "needs pip install '.[launch]'"),
         ("meshmend compare 4x4 --payload 1MB --plot a.svg\n", "needs pip install '.[draw]'"),
-        ("python benchmarks/weave.py\n", "needs a checkout"),
+        ("python lab/benchmarks/weave.py\n", "needs a checkout, pip install . ./lab"),
         ("pip install '.[tpu]'\nmeshmend compile --topology v6e:4x4\n", "needs a checkout"),
-        ("sudo meshmend lab up 4x4\n", "needs root"),
-        ("python benchmarks/paper_workloads.py\n", "needs a checkout, pip install '.[workloads]'"),
+        ("sudo meshmend lab mesh up 4x4\n", "needs root, pip install . ./lab"),
+        ("python lab/benchmarks/paper_workloads.py\n", "needs a checkout, pip install '.[tpu]' './lab[workloads]'"),
     ],
 )
 def test_the_site_says_what_a_block_needs(body: str, said: str) -> None:

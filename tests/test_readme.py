@@ -17,7 +17,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import meshmend as mm
-import table
 from meshmend.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +80,8 @@ def test_the_command_is_there(command: str) -> None:
         assert (ROOT / words[1]).is_file()
         return
     assert words[0] == "meshmend"
+    if words[1] == "lab":
+        return  # lab/tests/test_readme.py reads them
     group, arguments = get_command(app), words[1:]
     while hasattr(group, "commands"):
         group, arguments = group.commands[arguments[0]], arguments[1:]
@@ -88,23 +89,8 @@ def test_the_command_is_there(command: str) -> None:
     group.make_context(words[1], list(arguments)).close()
 
 
-def test_the_table_of_planners_is_what_its_command_prints() -> None:
-    """`tests/test_peers.py` has how that table is made of what was measured."""
-    assert f"\n{table.readme(table.read())}\n" in README
-
-
 def test_it_fits_on_two_screens() -> None:
     assert len(README.splitlines()) <= 120
-
-
-def test_what_tenstorrents_runtime_opens_is_what_it_answered() -> None:
-    kept = json.loads((ROOT / "src/meshmend/machines/ttnn_meshes.json").read_text(encoding="utf-8"))
-    (galaxy,) = (one for one in kept["machines"] if one["hardware"] == "tenstorrent-wormhole-galaxy")
-    singles = [one for one in galaxy["losses"] if len(one["lost"]) == 1]
-    opened = sorted({len(one["opened"]["devices"]) for one in singles})
-    assert len(singles) == 32
-    assert f"with one of 32 chips gone, its runtime opens a mesh of {opened[0]} or {opened[1]}" in README
-    assert len(opened) == 2
 
 
 def test_what_the_job_prints_is_what_the_launcher_says() -> None:

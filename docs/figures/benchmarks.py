@@ -3,7 +3,7 @@
 python docs/figures/benchmarks.py           # draws the plots again, from docs/data
 python docs/figures/benchmarks.py --plan    # plans and predicts first, and writes docs/data; about a minute
 
-docs/data/lab.csv is measured: by `sudo meshmend bench allreduce --lab … --rate 40mbit --payload 32MB --json`.
+docs/data/lab.csv is measured: by `sudo meshmend lab bench allreduce --lab … --rate 40mbit --payload 32MB --json`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from sheet import sheet
 
 import meshmend as mm
-from meshmend.lab.description import hardware_of
+from meshmend_lab.mesh.description import hardware_of
 
 FIGURES = Path(__file__).parent
 DATA = FIGURES.parent / "data"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import meshmend as mm
 import meshmend.torch as mmt
-from meshmend.lab import Chips
+from meshmend.launch import Chips
 
 Tensors = dict[str, torch.Tensor]
 Rule = Callable[[torch.Tensor, torch.Tensor, Tensors, int], tuple[torch.Tensor, Tensors]]

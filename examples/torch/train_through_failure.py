@@ -34,7 +34,7 @@ from torchft.coordination import LighthouseServer
 
 import meshmend as mm
 import meshmend.torch as mmt
-from meshmend.lab import Chips
+from meshmend.launch import Chips
 
 HOST = "127.0.0.1"
 LIGHTHOUSE = (-1,)

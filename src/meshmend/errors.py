@@ -19,12 +19,12 @@ __all__ = [
     "DeadlockError",
     "DisagreementError",
     "DrawingError",
-    "LabError",
     "LaunchError",
     "LayoutError",
     "LostChipError",
     "LoweringError",
     "MachineError",
+    "MeasurementError",
     "MeshError",
     "MeshmendError",
     "MissingExtraError",
@@ -242,12 +242,15 @@ class DeadPathError(VerificationError):
     """A transfer has no live path: it starts at, ends at or passes through a failed chip or cable."""
 
 
-class LabError(MeshmendError):
-    """A mesh of processes or of network namespaces on this machine cannot be made, or a chip of it failed."""
-
-
 class LaunchError(MeshmendError, RuntimeError):
-    """A job cannot be launched: its store cannot be reached or refuses a host, or an option contradicts another."""
+    """A job cannot be launched: its store cannot be reached or refuses a host, or an option contradicts another.
+
+    Also raised by `meshmend.launch.Chips` where the process of a chip fails.
+    """
+
+
+class MeasurementError(MeshmendError, RuntimeError):
+    """A measurement failed: its process ended early, or an engine gave a wrong sum."""
 
 
 class RestartError(MeshmendError, RuntimeError):

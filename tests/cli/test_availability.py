@@ -10,9 +10,9 @@ import pytest
 
 import commandline
 from meshmend.availability import POLICIES
+from meshmend.availability.assumptions import BERT_PARAMETERS
 from meshmend.cost import predict
 from meshmend.planning import plan
-from meshmend.study.paper import WORKLOADS
 from meshmend.topology import Mesh
 
 run, facts_of = partial(commandline.run, "availability"), partial(commandline.run_json, "availability")
@@ -51,7 +51,7 @@ QUICK = ("--days", "1", "--runs", "1", "--checks", "0")
 def test_it_prices_what_a_job_runs() -> None:
     """Sums of four bytes per gradient, through XLA; what is given goes first."""
     facts = facts_of("4x4", *QUICK)
-    assert facts["assumptions"]["payload_bytes"] == 4 * WORKLOADS["BERT"].parameters
+    assert facts["assumptions"]["payload_bytes"] == 4 * BERT_PARAMETERS
     assert facts["assumptions"]["hardware"]["name"] == "tpu-v3-xla"
     seconds = predict(plan(Mesh("4x4"), payload_bytes=1.336e9, hardware="tpu-v3-xla"), 1.336e9, "tpu-v3-xla").seconds
     assert facts["all_reduce_seconds"] == pytest.approx(seconds, rel=0.05)

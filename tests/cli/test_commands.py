@@ -57,7 +57,7 @@ def test_cables_and_parameters_reach_the_planner(tmp_path: Path) -> None:
     assert facts["chunks"] == 2 * run_json("plan", "8x8", *words[:-2])["chunks"]
 
 
-@pytest.mark.parametrize("words", [(), ("lab",), ("bench",), ("quarantine",)], ids=lambda words: " ".join(words))
+@pytest.mark.parametrize("words", [(), ("quarantine",)], ids=lambda words: " ".join(words))
 def test_without_a_command_the_help_is_printed_once(words: tuple[str, ...]) -> None:
     assert run(*words, code=2).count("Usage") == 1
     assert run(*words, "--help").count("Usage") == 1

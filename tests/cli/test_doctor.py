@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import time
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshmend.cli import app
-from meshmend.doctor import Finding, packages, probes
+from meshmend.doctor import packages, probes
 from meshmend.extras import install_hint
 
 # The package's function of the same name stands before the module.
@@ -55,8 +54,6 @@ def stub_jax(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def only_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but NumPy and JAX is tried."""
     monkeypatch.setattr(examination, "TRIALS", (NUMPY, JAX))
-    for name in ("_try_lab", "_try_simgrid"):
-        monkeypatch.setattr(examination, name, lambda _, name=name: Finding("engines", name, "absent", "", "later"))
 
 
 def test_this_machine() -> None:
@@ -65,7 +62,7 @@ def test_this_machine() -> None:
     by_name = {(finding["section"], finding["name"]): finding for finding in facts["findings"]}
     assert by_name["engines", "NumPy"]["status"] == "works"
     assert by_name["packages", "numpy"]["detail"] == metadata.version("numpy")
-    assert {"JAX", "TPU compiler", "PyTorch", "torchft", "lab", "SimGrid"} <= {name for _, name in by_name}
+    assert {"JAX", "TPU compiler", "PyTorch", "torchft"} <= {name for _, name in by_name}
     for finding in facts["findings"]:
         assert bool(finding["advice"]) == (finding["status"] != "works"), finding
     assert facts["healthy"] == (code == 0)
@@ -142,8 +139,6 @@ def test_what_is_missing_is_yellow_and_says_how_to_get_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(packages, "is_installed", is_installed)
     monkeypatch.setattr(examination, "is_installed", is_installed)
-    monkeypatch.setattr(examination, "_try_lab", lambda _: Finding("engines", "lab", "absent", "", "root"))
-    monkeypatch.setattr(examination, "_try_simgrid", lambda _: Finding("engines", "SimGrid", "absent", "", "apt"))
     code, output = doctor("--json")
     found = {(f["section"], f["name"]): f for f in json.loads(output)["findings"]}
     assert code == 0
@@ -179,23 +174,6 @@ def test_submodules_are_found_without_importing_their_parents(tmp_path: Path, mo
     assert packages.is_installed("broken_parent.child")
     assert not packages.is_installed("broken_parent.other")
     assert not packages.is_installed("no_such_parent.child")
-
-
-def test_the_lab_without_root_without_iproute2_and_without_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        examination, "look_at_packages", lambda: iter([Finding("packages", "iproute2", "works", "6.1")])
-    )
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert examination._try_lab(QUICK_S).advice == "sudo meshmend lab up 4x4"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    refused = Finding("engines", "lab", "broken", "mount --make-shared: Operation not permitted", "again")
-    monkeypatch.setattr(examination, "run_probe", lambda *_: (refused, {}))
-    assert examination._try_lab(QUICK_S).status == "absent"
-    assert "--privileged" in examination._try_lab(QUICK_S).advice
-    monkeypatch.undo()
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    found = examination._try_lab(QUICK_S)
-    assert (found.status, found.advice) == ("absent", "apt-get install iproute2")
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,3 @@ def test_routes_without_a_plan(tmp_path: Path) -> None:
     assert facts["what"] == "routes"
     assert facts["planner"] is None
     assert "(2,0) to (4,5): " in (tmp_path / "a.svg").read_text(encoding="utf-8")
-
-
-def test_figures_of_the_paper(tmp_path: Path) -> None:
-    facts = run_json("--figure", "9", "-o", str(tmp_path / "a.svg"))
-    assert (facts["what"], facts["planner"], facts["failed"]) == ("figure 9", "row-pairs", ["2x2@2,2"])

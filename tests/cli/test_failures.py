@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
-from meshmend import Collective, Mesh, lab, load, plan, save
+from meshmend import Collective, Mesh, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
@@ -48,7 +48,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("file").touch()
     Path("damaged list").mkdir()
     Path("damaged list/quarantine.json").write_text("{")
-    monkeypatch.setattr(lab.journal, "FOLDER", tmp_path / "journals")
     return tmp_path
 
 
@@ -104,7 +103,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
     ("compare", "unwritable", ["4x4", *PAID, "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
     ("compare", "bad ending", ["4x4", *PAID, "--plot", "a.doc"], "expected .png, .svg or .pdf"),
-    ("reproduce", "bad unit", ["--resnet-compute", "long"], "is not a time"),
     ("availability", "bad host", ["4x4", "--host", "3x3"], ""),
     ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
@@ -113,14 +111,11 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("report", "unwritable", ["4x4", "--out", "nowhere/a.html"], "--out: nothing can be written in nowhere"),
     ("report", "bad ending", ["4x4", "--out", "a.pdf"], "expected .html or .htm"),
     ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
-    ("draw", "no such figure", ["--figure", "11", "-o", "a.svg"], "there is no figure 11"),
-    ("draw", "figure and mesh", ["8x8", "--figure", "9", "-o", "a.svg"], "--figure already determines the plan"),
     ("draw", "bad route", ["8x8", "--route", "0,0", "-o", "a.svg"], "'0,0' is not a route. Write its two chips"),
     ("draw", "bad steps", ["4x4", "--steps", "3", "-o", "a.html"], "as in 0-40"),
     ("draw", "cut mesh", ["4x4", *CUT, "-o", "a.svg"], "cannot plan"),
     ("draw", "damaged", ["damaged.npz", "-o", "a.svg"], "damaged.npz"),
     ("draw", "plan and holes", ["plan.npz", "--wrap", "all", "-o", "a.svg"], "leave out --wrap"),
-    ("draw", "two plans", ["plan.npz", "--figure", "3", "-o", "a.svg"], "already determines the plan"),
     ("draw", "unwritable", ["4x4", "-o", "nowhere/a.svg"], "--output: nothing can be written in nowhere"),
     ("draw", "folder in place of file", ["4x4", "-o", "folder.npz"], "this is a folder"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
@@ -136,17 +131,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ),
     ("studio", "bad address", ["4x4", "--listen", "127.0.0.1:many"], "expected an address and a port"),
     ("studio", "no such address", ["4x4", "--listen", "192.0.2.1:0"], "Choose another port"),
-    ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a valid name for a lab"),
-    ("lab up", "bad rate", ["2x2", "--rate", "1\u0660mbit"], "is not a rate"),
-    ("lab up", "bad delay", ["2x2", "--delay", "5 ms"], "'5 ms' is not a delay. Write it as tc does"),
-    ("lab up", "cut mesh", ["4x4", *CUT], "are not connected"),
-    ("lab up", "too large", ["99x99"], "has 9,801 chips; the limit is 400"),
-    ("lab show", "missing", ["nobody"], "No lab named nobody is up"),
-    ("lab kill", "missing", ["0,0", "--name", "nobody"], "No lab named nobody is up"),
-    ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
-    ("bench allreduce", "nowhere", [], "Say where"),
-    ("bench allreduce", "delay without a lab", ["--loopback", "1x2", "--delay", "5ms"], "--delay is of a lab's links"),
-    ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("quarantine list", "damaged", ["damaged list"], "quarantine.json is damaged: it is not JSON"),
     ("quarantine add", "no folder", ["nowhere", "2,3"], "There is no folder nowhere"),
@@ -207,10 +191,10 @@ def commands(group: Any, name: str = "") -> Iterator[str]:
 
 
 COMMANDS = list(commands(typer.main.get_command(app)))
-WITHOUT_FAILURES = {"doctor", "lab list"}
+WITHOUT_FAILURES = {"doctor"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "export", "bench restart", "run", "store"}
+ELSEWHERE = {"bench", "compile", "run", "store"}
 """What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
@@ -220,7 +204,7 @@ def test_every_command_has_its_failures_here() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_command_line_is_one_line(command: str) -> None:
-    if command in ("lab run", "run"):  # whatever follows is the command to run
+    if command == "run":  # whatever follows is the command to run
         code, out, err = run(command.split())
         assert (code, out) == (2, "")
         assert re.fullmatch(r"Error: [^\n]+\n", err)
@@ -228,7 +212,9 @@ def test_a_wrong_command_line_is_one_line(command: str) -> None:
         check([*command.split(), "--no-such-option"], "No such option: --no-such-option. See: ", code=2)
 
 
-@pytest.mark.parametrize("words", [["nonsense"], ["plan"], ["lab", "nonsense"], ["plan", "4x4", "--chunks", "many"]])
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["plan"], ["quarantine", "nonsense"], ["plan", "4x4", "--chunks", "many"]]
+)
 def test_usage_is_one_line(words: list[str]) -> None:
     check(words, "--help", code=2)
 
@@ -243,9 +229,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
-        (["export", "4x4", "-o", "a"], "flatbuffers", "export"),
-        (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
-        (["bench", "restart"], "orbax", "launch"),
+        (["bench", "--shape", "1x2"], "jax", "jax"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )

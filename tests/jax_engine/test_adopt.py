@@ -40,7 +40,7 @@ def _beside_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train_of(script: str) -> Callable[..., list[float]]:
     if script.startswith("nnx"):
-        pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
+        pytest.importorskip("flax", reason="needs flax: pip install flax")
     train: Callable[..., list[float]] = importlib.import_module(script).train
     return train
 
@@ -121,7 +121,7 @@ def test_with_dropout_losses_differ_by_rounding_alone() -> None:
     Plain jit gets the same keys, one per tile's part of the batch. The same sums in another order are its noise: the
     parts permuted on one device; and the parts split over the devices of a mesh, and the model over four or two.
     """
-    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
     recipe: Any = importlib.import_module("transformer")
     steps, n_tiles = 20, 15
 

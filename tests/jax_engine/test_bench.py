@@ -1,4 +1,4 @@
-"""`meshmend bench allreduce --engine jax` and `meshmend doctor --measure`, run as people run them."""
+"""`meshmend bench` and `meshmend doctor --measure`, run as people run them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from meshmend import Mesh, plan, predict
-from meshmend.bench.jax_report import as_text, compare
+from meshmend.bench.report import as_text, compare
 from meshmend.cli import app
 from meshmend.cost import find_hardware
-from meshmend.errors import LabError
+from meshmend.errors import MeasurementError
 from meshmend.planning.auto import CHOICES
 
 
@@ -84,8 +84,8 @@ def test_devices_without_coordinates_need_a_shape(tmp_path: Path) -> None:
 def test_every_planner_is_timed_beside_psum_and_the_job(measured: tuple[Path, Any]) -> None:
     path, _ = measured
     mesh = Mesh("2x3", failed=["0,0"])
-    words = ("--loopback", "2x3", "--fail", "0,0", "--payload", "4kB", "--payload", "1002B", "--hardware", str(path))
-    facts = figures("bench", "allreduce", "--engine", "jax", *words, "--repeat", "2")
+    words = ("--shape", "2x3", "--fail", "0,0", "--payload", "4kB", "--payload", "1002B", "--hardware", str(path))
+    facts = figures("bench", *words, "--repeat", "2")
     hardware = find_hardware(str(path))
     able = [kind.name for kind in CHOICES if kind().unsupported_reason(mesh) is None]
     assert 2 <= len(able) < len(CHOICES)
@@ -119,33 +119,29 @@ def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
     import meshmend.jax as mmj
-    from meshmend.bench import jax_allreduce
+    from meshmend.bench import timing
     from meshmend.jax.job import initialize_alone
 
     session = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))
     program = mmj.install(plan(session.fabric.mesh, "latency", payload_bytes=400, hardware="cpu-xla"), session.fabric)
-    took = jax_allreduce._time(session, {"latency": program}, 100, 2)
+    took = timing._time(session, {"latency": program}, 100, 2)
     assert {case: len(seconds) for case, seconds in took.items()} == {"psum": 2, "latency": 2}
     right = mmj.all_reduce
     monkeypatch.setattr(mmj, "all_reduce", lambda x, program: right(x, program).at[0, -1].add(1))
-    with pytest.raises(LabError, match="latency gave a wrong sum on 2x2"):
-        jax_allreduce._time(session, {"latency": program}, 100, 1)
+    with pytest.raises(MeasurementError, match="latency gave a wrong sum on 2x2"):
+        timing._time(session, {"latency": program}, 100, 1)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--engine", "tensorflow", "--loopback", "2x2"], "expected 'torch' or 'jax'"),
-        (["--engine", "jax", "--lab", "2x2"], "--lab is for --engine torch"),
-        (["--engine", "jax", "--loopback", "2x2", "--update"], "--update is for --engine torch"),
-        (["--engine", "jax", "--loopback", "2x2", "--hardware", "none.json"], "none.json cannot be read"),
-        (["--loopback", "2x2", "--hardware", "tpu-v3"], "--hardware is for --engine jax"),
-        (["--engine", "jax", "--loopback", "2x2", "--planner", "frob"], "There is no planner 'frob'"),
-        (["--engine", "jax", "--loopback", "2x2", "--payload", "3B"], "at least 4 bytes"),
+        (["--shape", "2x2", "--hardware", "none.json"], "none.json cannot be read"),
+        (["--shape", "2x2", "--planner", "frob"], "There is no planner 'frob'"),
+        (["--shape", "2x2", "--payload", "3B"], "at least 4 bytes"),
     ],
 )
 def test_refused(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "allreduce", *words])
+    done = CliRunner().invoke(app, ["bench", *words])
     assert done.exit_code == 1
     assert message in " ".join(done.stderr.split())
 
@@ -154,8 +150,8 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('there is no torch here')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = ("--loopback", "1x2", "--payload", "4kB", "--hardware", "cpu-xla", "--repeat", "1")
-    done = meshmend("bench", "allreduce", "--engine", "jax", *words, PYTHONPATH=path)
+    words = ("--shape", "1x2", "--payload", "4kB", "--hardware", "cpu-xla", "--repeat", "1")
+    done = meshmend("bench", *words, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "psum" in done.stdout
     assert "off by" in done.stdout
@@ -185,7 +181,7 @@ def test_text_for_a_log() -> None:
 def test_processes_measure_together(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="meshmend run's store is torch's")
     words = ("--local", "2x4", "--host", "2x2", "--shared", str(tmp_path / "shared"))
-    module = ("-m", "meshmend.bench.jax_allreduce", "--payload", "4kB", "--repeat", "2", "--json")
+    module = ("-m", "meshmend.bench.timing", "--payload", "4kB", "--repeat", "2", "--json")
     done = meshmend("run", *words, *module)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if '"choices"' in line)

@@ -181,7 +181,7 @@ tiles, and the checkpoint that Orbax reads."""
 
 
 def test_the_pages_in_order_in_one_folder(tmp_path: Path) -> None:
-    pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+    pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
     env = environment(tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
     assert check_order(tmp_path, sys.executable, env, quick=True) == EXPECTED
 

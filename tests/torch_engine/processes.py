@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshmend import Mesh, plan
-from meshmend.lab.chips import Chips
+from meshmend.launch.chips import Chips
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 

@@ -29,7 +29,7 @@ from meshmend.errors import (  # noqa: E402
     ParameterError,
     WaitTimeoutError,
 )
-from meshmend.lab.chips import Chips  # noqa: E402
+from meshmend.launch.chips import Chips  # noqa: E402
 from torch_engine.processes import free_port, remembered  # noqa: E402
 
 MESH = Mesh("4x4", failed=["2x2@2,2"])

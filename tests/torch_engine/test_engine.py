@@ -115,7 +115,7 @@ def test_ddp_with_the_hook_gives_ddps_gradients() -> None:
 def test_a_dead_chip_gives_every_survivor_an_error_at_once(moment: str) -> None:
     mesh = Mesh("4x4")
     schedule = plan(mesh, "hamiltonian")
-    from meshmend.lab.chips import Chips
+    from meshmend.launch.chips import Chips
     from torch_engine.processes import free_port, gloo
 
     port = free_port()

@@ -1,4 +1,4 @@
-"""Training goes on when chips are killed: the campaign, and the example."""
+"""Training goes on when chips are killed: the page's job, and the example."""
 
 from __future__ import annotations
 
@@ -23,28 +23,6 @@ from pages import read
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/torch/train_through_failure.py"
-CAMPAIGN = ROOT / "benchmarks/torch_failures.py"
-
-
-def campaign(kills: int, seed: int) -> Any:
-    """Run the campaign in a process of its own: it forks, which a process with threads must not."""
-    command = [sys.executable, str(CAMPAIGN), "4x4", "--kills", str(kills), "--seed", str(seed), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_fifty_kills_at_random_moments() -> None:
-    facts = campaign(kills=50, seed=0)
-    assert facts["kills"] == 50
-    assert all(facts["moments"][moment] > 0 for moment in ("before", "inside", "after"))
-    assert facts["committed_steps"] > 50
-    assert facts["recovery_s"]["median"] <= 2
-    assert facts["recovery_s"]["worst"] <= 3
-    # No survivor sits out a timeout: the lighthouse misses a heartbeat after 1 s, members each other after 0.5 s.
-    assert facts["stages_s"]["detect"]["worst"] <= 1
-    assert facts["stages_s"]["quorum"]["worst"] <= 2
 
 
 def test_the_pages_job_goes_on_with_three_when_one_of_the_four_is_killed(tmp_path: Path) -> None:

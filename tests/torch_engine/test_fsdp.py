@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
-from meshmend.lab.chips import Chips  # noqa: E402
+from meshmend.launch.chips import Chips  # noqa: E402
 from torch_engine.processes import free_port, remembered  # noqa: E402
 
 MESH = Mesh("4x4", failed=["2x2@2,2"])

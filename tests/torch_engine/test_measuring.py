@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lab.test_namespaces import needs_lab
 from meshmend import Mesh
 from meshmend.cost import find_hardware
 from meshmend.cost.fitting import TimedLoop
@@ -20,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import ParameterError  # noqa: E402
-from meshmend.lab import Chips, Lab  # noqa: E402
+from meshmend.launch import Chips  # noqa: E402
 from meshmend.torch.measuring import _lanes, _longer, _loop, fit  # noqa: E402
 from torch_engine.processes import free_port  # noqa: E402
 
@@ -121,8 +120,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"meshmend.torch.measuring.{name}", value)
 
 
-def run(mesh: Mesh, place: str, interface: str, file: Path, namespaces: Any = None) -> list[Any]:
-    with Chips(namespaces) as chips:
+def run(mesh: Mesh, place: str, interface: str, file: Path, enter: Any = None) -> list[Any]:
+    with Chips(enter) as chips:
         for rank in range(mesh.n_chips):
             chips.start(mesh.chip(rank), measured, mesh, place, interface, file)
         return list(chips.results(180).values())
@@ -143,17 +142,6 @@ def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
     assert find_hardware(str(file)) == hardware
     assert json.loads(file.read_text())["measured"]["mesh"] == str(MESH)
     assert "give it the default group" in found[0][-1]
-
-
-@needs_lab
-@pytest.mark.usefixtures("compiler")
-def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
-    mesh = Mesh("2x2")
-    with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:
-        found = run(mesh, f"tcp://{lab.address((0, 0))}:29400", "chip0", tmp_path / "lab.json", lab.namespaces)
-    hardware = found[0][1]
-    assert not hardware.is_switched
-    assert hardware.link_bytes_per_s == pytest.approx(lab.rate_bytes_per_s, rel=0.25)
 
 
 def test_only_groups_of_the_backend_are_measured() -> None:

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 import meshmend.torch as mmt
 from meshmend.cli import app
 from meshmend.errors import QuarantineError
-from meshmend.lab.chips import Chips
+from meshmend.launch.chips import Chips
 from meshmend.launch.timeline import read_timeline
 from meshmend.planning import PlanCache, plan
 from meshmend.torch.sampling import order_of

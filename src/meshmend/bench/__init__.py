@@ -1,3 +1,3 @@
-"""Measurements on real processes: all-reduce times on a mesh of this machine, and survival of killed chips."""
+"""Times on the user's own chips: all-reduces on JAX's devices, measured beside predicted."""
 
 __all__: list[str] = []

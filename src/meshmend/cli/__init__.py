@@ -1,4 +1,7 @@
-"""The command line: `meshmend COMMAND`. One file per command; what they share is in `options` and `common`."""
+"""The command line: `meshmend COMMAND`. One file per command; what they share is in `options` and `common`.
+
+Other distributions add commands by the entry point group `meshmend.commands` (`root`).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,11 @@ from meshmend.cli import (
     compare,
     doctor,
     draw,
-    export,
-    lab,
     machine,
     plan,
     prepare,
     quarantine,
     report,
-    reproduce,
     route,
     run,
     store,
@@ -77,12 +77,9 @@ _add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
 _add("machine", OPERATE, "read a machine's files", machine.command)
 _add("availability", STUDY, "months with failures", availability.command)
 _add("report", STUDY, "one page on costs", report.command)
-_add("reproduce", STUDY, "the paper's tables", reproduce.command)
 _add("route", STUDY, "routes round holes", route.command)
-_add_group("bench", MEASURE, "real processes and links", bench.app)
-_add_group("lab", MEASURE, "a mesh on one machine", lab.app)
 _add("compile", MEASURE, "for a TPU, without one", compile_command.command)
-_add("export", MEASURE, "a plan for JAX alone", export.command)
+_add("bench", MEASURE, "all-reduces on your chips", bench.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,239 +1,97 @@
-"""`meshmend bench`: all-reduce times on real links or JAX devices, and survival of killed hosts."""
+"""`meshmend bench`: all-reduces on the devices that JAX has, or on virtual ones.
+
+The measurement has a process of its own, because JAX reads its number of devices once.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from operator import itemgetter
+from typing import Annotated
 
 import typer
 
-from meshmend.cli.bench_jax import EngineOption, MeasuredOption, time_on_jax
+from meshmend.bench.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import FailOption, JsonOption, LinkDelayOption, LinkRateOption
-from meshmend.cli.root import Command, CommandGroup
-from meshmend.cli.terminal import approved, print_rows, terminal
-from meshmend.cost.units import format_bytes, parse_bytes
-from meshmend.errors import ParameterError
+from meshmend.cli.options import FailOption, JsonOption, complete_hardware, complete_planner
+from meshmend.cli.terminal import print_rows, working
+from meshmend.cost import find_hardware
+from meshmend.cost.units import format_bytes
+from meshmend.doctor.examine import ask, jax_environment, virtual_devices
+from meshmend.errors import MeasurementError
 from meshmend.extras import require
-from meshmend.lab import Lab
+from meshmend.planning import make_planner
 from meshmend.topology import Mesh
 
-if TYPE_CHECKING:
-    from meshmend.bench.allreduce import Result
-
-LabOption = Annotated[
-    str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
-]
-LoopbackOption = Annotated[
-    str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
-]
-RepeatOption = Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")]
-
-app = typer.Typer(cls=CommandGroup, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
+TIMEOUT_S = 3600.0
+DEFAULT_PAYLOAD = "4MB"
 
 
-@app.command("allreduce", cls=Command)
-def allreduce(
-    lab_shape: LabOption = None,
-    loopback: LoopbackOption = None,
+def command(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape", metavar="SHAPE", help="Virtual CPU devices in this mesh.", show_default="the devices of JAX"
+        ),
+    ] = None,
     fail: FailOption = None,
-    rate: LinkRateOption = "40mbit",
-    delay: LinkDelayOption = None,
     payload: Annotated[
         list[str] | None,
-        typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB; jax: 4MB]"),
+        typer.Option(
+            "--payload", metavar="BYTES", help="Bytes per chip, as in 32MB. Repeatable.", show_default=DEFAULT_PAYLOAD
+        ),
     ] = None,
     planner: Annotated[
-        list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
+        list[str] | None,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help="Only these. Repeatable.",
+            show_default="all",
+            autocompletion=complete_planner,
+        ),
     ] = None,
-    repeat: RepeatOption = 3,
-    engine: EngineOption = "torch",
-    hardware: MeasuredOption = None,
-    update: Annotated[
-        bool,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
+    hardware: Annotated[
+        str | None,
         typer.Option(
-            "--update", help="Also time a sharded update: each plan with a fused update, AdamW at the owners."
+            "--hardware",
+            metavar="NAME",
+            help="The preset or file that plans and predictions are made for.",
+            show_default="measured first",
+            autocompletion=complete_hardware,
         ),
-    ] = False,
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Time Gloo's own all-reduce and every plan, on the same links in the same run.
+    """Time JAX's own psum, every plan, and what a job would run, on the same devices in the same run.
 
-    With --fail the whole mesh is timed first; then the hole is cut out of the lab, routes go round it, and the
-    survivors are timed too. "auto" is what process groups run by default; "× best" compares medians with that of the
-    fastest planner.
+    Measured times stand beside predicted ones. Without --shape the devices are those that JAX has, which must know
+    where they are, as TPUs do.
 
-    With --engine jax, in place of Gloo's JAX's own psum, and what a job would take; measured beside predicted, on the
-    survivors alone.
-
-    Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
+    Example: meshmend bench --shape 4x4 --fail 2x2@0,0 --payload 4MB
     """
-    if engine not in ("torch", "jax"):
-        raise ParameterError(f"--engine is {engine!r}, expected 'torch' or 'jax'.")
-    if delay is not None and not lab_shape:
-        raise ParameterError("--delay is of a lab's links: say --lab 4x4, or leave it out.")
-    if engine == "jax":
-        if lab_shape or update:
-            raise ParameterError(f"{'--lab' if lab_shape else '--update'} is for --engine torch: leave it out.")
-        time_on_jax(loopback, fail or [], payload or ["4MB"], planner or [], repeat, hardware, json)
-        return
+    holes, payloads, planners = fail or [], payload or [DEFAULT_PAYLOAD], planner or []
+    require("jax", "optax", needed_for="This measurement", extra="jax")
+    words = ["-m", "meshmend.bench.timing", "--json", "--repeat", str(repeat)]
+    environment = jax_environment()
+    if shape is not None:
+        environment = virtual_devices(Mesh(shape).fail(*holes).n_chips)
+        words += ["--shape", shape]
     if hardware is not None:
-        raise ParameterError("--hardware is for --engine jax: leave it out.")
-    shape = _shape(lab_shape, loopback)
-    sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
-    _require("torch")
-    meshes = _meshes(shape, fail)
-    from meshmend.bench.allreduce import measure
-
-    results = _on_links(
-        meshes,
-        sizes,
-        rate if lab_shape else None,
-        delay,
-        partial(measure, planners=planner, repeat=repeat, update=update),
-    )
+        find_hardware(hardware)
+        words += ["--hardware", hardware]
+    for name in planners:
+        make_planner(name)
+    sizes = ", ".join(format_bytes(read_payload(text)) for text in payloads)
+    repeated = {"--fail": holes, "--payload": payloads, "--planner": planners}
+    words += [word for option, values in repeated.items() for value in values for word in (option, value)]
+    with working(f"all-reduces of {sizes}", json):
+        facts, failure = ask(words, environment, TIMEOUT_S)
+    if failure is not None:
+        raise MeasurementError(f"The measurement failed: {failure}")
     if json:
-        links = {"rate": rate if lab_shape else None, "delay": delay}
-        print_json({**links, "results": [result.facts() for result in results]})
-    else:
-        _show_times(results)
-
-
-@app.command("restart", cls=Command)
-def restart(
-    failures: Annotated[int, typer.Option("--failures", metavar="N", min=1, help="How many times to kill hosts.")] = 20,
-    unaided: Annotated[
-        int,
-        typer.Option(
-            "--unaided", metavar="N", min=0, help="This many more from disk only, without caches, to compare."
-        ),
-    ] = 0,
-    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
-    shard: Annotated[
-        str,
-        typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (the parameters, too)."),
-    ] = "update",
-    store: Annotated[
-        bool, typer.Option("--store", help="Kill the store, too: every third time alone, every third with a host.")
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
-    json: JsonOption = False,
-) -> None:
-    """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
-
-    Four hosts, two by two; some die while the others recover, and with --store the store dies, too. No step may be
-    missing, each sample must be used once per epoch, no committed step may be lost, and the loss must be that of an
-    undisturbed run. Needs the extra named launch.
-
-    Example: meshmend bench restart --failures 20 --unaided 4
-    """
-    _require("jax", "orbax", "grain", extra="launch")
-    from meshmend.bench.restart import Failure, campaign
-
-    def show(failure: Failure) -> None:
-        if not json:
-            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
-            who = "host " + " then ".join(map(str, failure.hosts)) + " and the store" * failure.of_store
-            what = f"resumed from {failure.source} after {failure.total_s:.1f} s ({stages})"
-            if not failure.hosts:
-                who, what = "the store", f"all hosts went on, a step later after {failure.total_s:.1f} s"
-            typer.echo(f"killed {who}: {what}")
-
-    aided = campaign(failures, host=host, shard=shard, seed=seed, store=store, on_failure=show).facts()
-    plain = (
-        campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
-        if unaided
-        else None
-    )
-    if json:
-        print_json({"restart": aided, "unaided": plain})
-    else:
-        _show_restarts(aided, plain)
-
-
-def _require(*modules: str, extra: str = "torch") -> None:
-    require(*modules, needed_for="This measurement", extra=extra)
-    # Read when torch is imported: without it, torch warns about every namespace without a name server.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _shape(lab_shape: str | None, loopback: str | None) -> str:
-    """Return the shape to measure on: that of the lab, or that of the processes over loopback."""
-    shape = lab_shape or loopback
-    if shape is None or (lab_shape and loopback):
-        raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
-    return shape
-
-
-def _meshes(shape: str, fail: list[str] | None) -> list[Mesh]:
-    """Return the whole mesh and, with holes, the survivors."""
-    whole = Mesh(shape)
-    return [whole] + ([whole.fail(*fail)] if fail else [])
-
-
-def _on_links(
-    meshes: list[Mesh], sizes: list[int], rate: str | None, delay: str | None, measure: Callable[..., list[Result]]
-) -> list[Result]:
-    """Measure every mesh and payload, over loopback or in a lab that is made for it."""
-    results = []
-    status = terminal(stderr=True).status
-    if rate is None:
-        for mesh in meshes:
-            for size in sizes:
-                with status(f"{mesh}, {format_bytes(size)} over loopback"):
-                    results += measure(mesh, size)
-        return results
-    links = f"links of {rate}" + (f" and {delay}" if delay else "")
-    with Lab.temporary(meshes[0], rate=rate, delay=delay) as lab:
-        for mesh in meshes:
-            left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
-            for size in sizes:
-                with status(f"{mesh}, {format_bytes(size)} over {links}"):
-                    results += measure(mesh, size, lab=left)
-    return results
-
-
-def _show_times(results: list[Result]) -> None:
-    def number(value: float | None, form: str = ".2f") -> str | None:
-        return None if value is None else f"{value:{form}}"
-
-    columns: list[tuple[str, Callable[[Result], object]]] = [
-        ("mesh", lambda row: row.mesh),
-        ("payload", lambda row: format_bytes(row.payload_bytes)),
-        ("case", lambda row: row.case),
-        ("seconds", lambda row: number(row.seconds, ".4g")),
-        ("M/b", lambda row: number(row.units, ".3f")),
-        ("× bound", lambda row: number(row.to_bound)),
-        ("× Gloo", lambda row: number(row.to_gloo)),
-        ("median", lambda row: number(row.median_s, ".4g")),
-        ("× best", lambda row: number(row.to_best)),
-    ]
-    if any(result.to_plain is not None for result in results):
-        columns.append(("× all-reduce", lambda row: number(row.to_plain) or ""))
-    print_rows(results, columns, title="all-reduce, best run", names=3)
-
-
-def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
-    def figure(of: dict[str, Any], which: str) -> Callable[[str], object]:
-        return lambda stage: f"{of[stage][which]:.1f}"
-
-    columns: list[tuple[str, Callable[[str], object]]] = [("stage", str)]
-    for name, facts in (("memory and caches", aided), ("disk only, no caches", plain)):
-        if facts is not None:
-            figures = facts["stages_s"] | {"total": facts["recovery_s"]}
-            columns += [(f"{name}: median", figure(figures, "median")), ("worst", figure(figures, "worst"))]
-    print_rows((*aided["stages_s"], "total"), columns, title="from SIGKILL to the next committed step, seconds")
-    print_facts(
-        "promises",
-        {
-            "failures": f"{aided['failures']} in {aided['runs']} runs: {aided['of_host_0']} of host 0, "
-            f"{aided['during_recovery']} with a second host during recovery, {aided['of_store']} of the store, of "
-            f"which {aided['of_store_and_host']} with a host",
-            "resumed from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
-            "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones repeated"),
-            "samples": approved("each exactly once per epoch"),
-            "loss": approved(f"within {aided['loss_difference']:.1e} of undisturbed runs"),
-        },
-    )
+        print_json(facts)
+        return
+    columns = [(name, itemgetter(number)) for number, name in enumerate(COLUMNS)]
+    print_rows(table_rows(facts), columns, title=title(facts), names=N_NAMES)
+    print_facts("choices and predictions", summary(facts))

@@ -25,10 +25,10 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
+from meshmend.planning.compare import COLUMNS, Comparison, PlannerResult, compare
+from meshmend.planning.plot import PAYLOADS, plot
 from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
-from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
-from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
 BOUND = "bound"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -59,15 +60,15 @@ def command(
         raise ParameterError("--shape says which mesh is measured: give --measure FILE.json as well.")
     with working("looking around", json) as working_on:
         findings = examine(timeout_s=timeout, on_trial=lambda name: working_on(f"trying {name}"))
+    tell_findings(findings, json)
+
+
+def tell_findings(findings: Sequence[Finding], as_json: bool) -> None:
+    """Print findings, and exit with 1 if one of them is broken."""
     broken = [finding for finding in findings if finding.status == "broken"]
-    if json:
-        print_json(
-            {
-                "meshmend": __version__,
-                "healthy": not broken,
-                "findings": [asdict(finding) for finding in findings],
-            }
-        )
+    if as_json:
+        facts = [asdict(finding) for finding in findings]
+        print_json({"meshmend": __version__, "healthy": not broken, "findings": facts})
     else:
         _show(findings)
     if broken:
@@ -103,7 +104,7 @@ def _measure(path: Path, shape: str | None, timeout_s: float, json: bool) -> Non
     print_line("  ", (plain(where), "cyan"))
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: Sequence[Finding]) -> None:
     # Soft-wrapped, not in a table: a command that is split over two lines cannot be copied.
     print_line((f"meshmend {__version__}", "bold"))
     width = max(len(finding.name) for finding in findings)

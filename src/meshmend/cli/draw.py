@@ -1,4 +1,4 @@
-"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture or a page."""
+"""`meshmend draw`: a plan or routes, as a picture or a page."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from meshmend.cli.terminal import plain, working
 from meshmend.cost.units import format_bytes
 from meshmend.drawing import WHAT, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
-from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError
 from meshmend.extras import require
 from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Collective
-from meshmend.study.figures import FIGURES
 from meshmend.topology import Mesh, parse_chip
 
 
@@ -78,9 +76,6 @@ def command(
             "--route", metavar="r,c-r,c", help="Draw the route between two chips instead of a plan. Repeatable."
         ),
     ] = None,
-    figure: Annotated[
-        int | None, typer.Option("--figure", metavar="N", help="Draw figure N of the paper, 1 to 10, from our plans.")
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Draw a plan: its rings, trees, routes or link load, or every step of it.
@@ -93,15 +88,12 @@ def command(
     file = plan_of if plan_of is not None and is_file(plan_of) else None
     given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
     given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
-    if figure is not None:
-        _refuse("--figure", plan_of, route, what, chunk, steps, *given)
-        drawing = draw_paper_figure(figure, output)
-        facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
-    elif route is not None:
-        _refuse("--route", planner, what, chunk, steps)
+    if route is not None:
+        if any(other is not None for other in (planner, what, chunk, steps)):
+            raise DrawingError("--route already determines the plan: leave out the other options of the plan.")
         mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
         drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
-        facts = {**mesh_facts(mesh), "planner": None}
+        facts: dict[str, Any] = {**mesh_facts(mesh), "planner": None}
     else:
         if file is not None:
             schedule = load_plan(file, *given, proven=False)
@@ -117,11 +109,6 @@ def command(
     written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
     shown = {"shows": drawing.what, "file": plain(drawing.path), "size": format_bytes(drawing.n_bytes)}
     print_result(json, facts | written, "Drawing", shown)
-
-
-def _refuse(option: str, *others: object) -> None:
-    if any(other is not None for other in others):
-        raise DrawingError(f"{option} already determines the plan: leave out the other options of the plan.")
 
 
 def _mesh(machine: MachineOptions, shape: str | None, holes: HoleOptions) -> Mesh:

@@ -10,15 +10,11 @@ import typer
 from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json
-from meshmend.cli.options import IntendedOption, JsonOption, OptionalPayloadOption, WrapOption, read_wrap
-from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
+from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
+from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost import find_hardware
-from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
-from meshmend.machines.ttnn_runtime import PYTHON_VARIABLE
-from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
-from meshmend.study.runtime_meshes import RuntimeComparison, compare_with_runtime
 from meshmend.topology import Mesh, name_cable, parse_shape
 
 MOST_ROWS = 32
@@ -34,11 +30,6 @@ def command(
         typer.Option("--shape", metavar="SHAPE", help="What the machine is, if the file leaves it open: 4x8."),
     ] = None,
     wrap: WrapOption = "none",
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Tenstorrent: chips that its runtime would use, and an all-reduce on them."),
-    ] = False,
-    payload: OptionalPayloadOption = None,
     json: JsonOption = False,
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
@@ -47,34 +38,19 @@ def command(
     TPU pools, libtpu's ici_link_health, and a YAML of our own.
 
     Example: meshmend machine cluster.yaml
-    Example: meshmend machine today.yaml --intended healthy.yaml --compare
+    Example: meshmend machine today.yaml --intended healthy.yaml
     """
-    if payload is not None and not compare:
-        raise ParameterError("--payload goes with --compare: nothing else here is for a payload.")
-    payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
     if shape is None and wrap != "none":
         raise ParameterError("--wrap goes with --shape: give both, or neither.")
     wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
     machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
     if machine.hardware is not None:
         find_hardware(machine.hardware)  # a name that is not known would fail in the next command
-    compared = None
-    if compare:
-        if not machine.devices:
-            raise ParameterError(
-                f"--compare knows the runtime of Tenstorrent's machines, by their cluster descriptors; {file} is "
-                f"a {machine.format}."
-            )
-        with working("asking what is known of the runtime, and planning", json):
-            compared = compare_with_runtime(machine, payload_bytes)
     then = _next(machine, file, intended)
     if json:
-        more = {} if compared is None else {"compare": _comparison_facts(compared, payload_bytes)}
-        print_json({**_facts(machine, then), **more})
+        print_json(_facts(machine, then))
     else:
         _show(machine, then)
-        if compared is not None:
-            _show_comparison(compared, payload_bytes)
 
 
 def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:
@@ -145,50 +121,6 @@ def _show(machine: Machine, then: str | None) -> None:
         terminal().print(coloured(picture(mesh)), "", Text(_legend(mesh), style="dim"), sep="\n")
     if then is not None:
         print_line(("next: ", "dim"), plain(then))
-
-
-def _comparison_facts(compared: RuntimeComparison, payload_bytes: float) -> dict[str, Any]:
-    return {
-        "payload_bytes": payload_bytes,
-        "runtime": _source(compared),
-        "meshes": [
-            {
-                "who": row.who,
-                "mesh": None if row.mesh is None else str(row.mesh),
-                "chips": row.n_chips,
-                "predicted_seconds": row.seconds,
-            }
-            for row in compared.rows
-        ],
-    }
-
-
-def _source(compared: RuntimeComparison) -> str:
-    """Say how the runtime's meshes are known, or why they are not."""
-    if compared.answer is not None:
-        return compared.answer.how
-    return (
-        f"not known: measured were single chips and 2x2 boards of some machines. Install ttnn beside meshmend, or name "
-        f"a Python that has it: {PYTHON_VARIABLE}=/path/to/python."
-    )
-
-
-def _show_comparison(compared: RuntimeComparison, payload_bytes: float) -> None:
-    print_rows(
-        compared.rows,
-        [
-            ("who computes", lambda row: row.who),
-            ("mesh", lambda row: "none opens" if row.mesh is None else str(row.mesh)),
-            ("chips", lambda row: row.n_chips),
-            (
-                f"all-reduce of {format_bytes(payload_bytes)}",
-                lambda row: None if row.seconds is None else name_seconds(row.seconds),
-            ),
-        ],
-        names=2,
-    )
-    print_line(("the runtime's meshes: ", "dim"), plain(_source(compared)))
-    print_line(("times: ", "dim"), "predicted, with meshmend's fastest plan on every mesh")
 
 
 def _on(host: str | None) -> str:

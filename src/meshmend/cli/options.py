@@ -71,11 +71,6 @@ MetricsOption = Annotated[
         "--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus, from its shared folder."
     ),
 ]
-LinkRateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
-LinkDelayOption = Annotated[
-    str | None,
-    typer.Option("--delay", metavar="TIME", help="Delay of a link, one way, as tc writes it. [default: none]"),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
     str,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +32,9 @@ from meshmend.cli.terminal import approved, plain, print_rows, working
 from meshmend.cost import Forecast, busiest_link_load, predict
 from meshmend.cost.hardware import MODES, hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
-from meshmend.errors import ParameterError
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
-from meshmend.schedule.chip_programs import chip_programs
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
 
@@ -59,14 +56,6 @@ def command(
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
-    programs_to: Annotated[
-        Path | None,
-        typer.Option(
-            "--programs",
-            metavar="F",
-            help="Write what each device does to F, .json, for an engine of the machine; needs --machine.",
-        ),
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Plan an all-reduce, or another collective, for the chips that survive; prove it, and predict how long it takes.
@@ -77,9 +66,6 @@ def command(
     Example: meshmend plan plan.npz --payload 1GB --mode asynchronous
     """
     check_output("--save", save_to, SCHEDULES)
-    check_output("--programs", programs_to, [".json"])
-    if programs_to is not None and machine.machine is None:
-        raise ParameterError("--programs names the devices of a machine: give its description, --machine FILE.")
     hardware, mode = price.read_hardware(machine), price.read_mode()
     payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
     choice: Choice | None = None
@@ -111,8 +97,6 @@ def command(
         other = _other_mode(schedule, forecast)
     if save_to is not None:
         save(schedule, save_to)
-    if programs_to is not None:
-        programs_to.write_text(dumps(chip_programs(schedule, machine.described)), encoding="utf-8")
     if json:
         facts = schedule_facts(schedule, proof) | _time_facts(forecast) | {"plan_seconds": plan_seconds}
         if other is not None:
@@ -125,7 +109,6 @@ def command(
         if other is not None:
             more[other.mode] = f"{name_seconds(other.seconds)} in this mode"
         more |= {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
-        more |= {} if programs_to is None else {"programs": plain(programs_to)}
         show_schedule(schedule, proof, more, forecast)
         if choice is not None:
             _show_considered(choice)

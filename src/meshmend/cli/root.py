@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
@@ -16,9 +17,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from meshmend.cli.common import INTERRUPTED, USAGE, exit_on_error, tell_error
 from meshmend.cli.terminal import terminal, write_what_the_encoding_lacks
+from meshmend.errors import MeshmendError
 
 WIDE = 76
 """Columns from which on two panels of the help fit beside each other."""
+
+ADDED = "meshmend.commands"
+"""The entry point group of commands that other distributions add: each names a `typer.Typer`."""
 
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
@@ -68,14 +73,31 @@ class CommandGroup(TyperGroup):
 
 
 class Root(CommandGroup):
-    """The root of the commands: help on one screen; every error in one line, with an exit code of `EXIT_CODES`."""
+    """The root of the commands: help on one screen; every error in one line, with an exit code of `EXIT_CODES`.
+
+    Commands of other distributions come after its own, and are loaded when they are asked for.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of its own commands, then of those that other distributions add."""
+        own = super().list_commands(ctx)
+        return own + sorted({point.name for point in entry_points(group=ADDED)} - {*own})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, None if there is none of that name."""
+        own = super().get_command(ctx, cmd_name)
+        point = next((point for point in entry_points(group=ADDED) if point.name == cmd_name), None)
+        return own if own is not None or point is None else _loaded(point)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  # the help goes to the terminal
         """Print the commands in their panels, two beside each other where there is room."""
         console = terminal()
         panels: dict[str, Table] = {}
         for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
+            try:
+                command: Any = self.get_command(ctx, name)
+            except MeshmendError:
+                command = TyperCommand(name, short_help="cannot be loaded", rich_help_panel="Broken")
             if not command.hidden:
                 table = panels.setdefault(command.rich_help_panel, Table.grid(padding=(0, 1)))
                 table.add_row(Text(name, style="cyan"), command.short_help)
@@ -121,6 +143,21 @@ class Root(CommandGroup):
         if code == INTERRUPTED:
             tell_error("Interrupted", "Interrupted.", as_json)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _loaded(point: EntryPoint) -> Any:
+    """Return the command of an entry point; raise `MeshmendError` if it cannot be imported."""
+    try:
+        added = point.load()
+        command: Any = typer.main.get_command(added)
+    except Exception as error:  # whatever importing it may raise
+        where = point.dist.name if point.dist is not None else point.value
+        raise MeshmendError(
+            f"`meshmend {point.name}` cannot be loaded from {where}: {type(error).__name__}: {error}. Install {where} "
+            f"again, in the version of this meshmend, or uninstall it."
+        ) from error
+    command.name, command.rich_help_panel = point.name, added.rich_help_panel
+    return command
 
 
 def _tell_usage(error: Any, as_json: bool) -> int:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmend.cost import simgrid
 from meshmend.doctor.finding import Finding, Section
 from meshmend.doctor.packages import is_installed, look_at_packages
 from meshmend.extras import install_hint
@@ -62,10 +61,6 @@ def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | N
     for trial in TRIALS:
         report(trial.name)
         found.append(_try(trial, sight, timeout_s))
-    report("lab")
-    found.append(_try_lab(timeout_s))
-    report("SimGrid")
-    found.append(_try_simgrid(timeout_s))
     return found + devices
 
 
@@ -99,27 +94,6 @@ def _holes(sight: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("devices", "holes", "works", f"{holes}; {sight['mesh']}")
 
 
-def _try_lab(timeout_s: float) -> Finding:
-    iproute2 = next(finding for finding in look_at_packages() if finding.name == "iproute2")
-    if iproute2.status != "works":
-        return Finding("engines", "lab", "absent", f"not tried: {iproute2.detail}", iproute2.advice)
-    if os.geteuid() != 0:
-        detail = "not tried: creating network namespaces needs root"
-        return Finding("engines", "lab", "absent", detail, "sudo meshmend lab up 4x4")
-    finding, _ = run_probe("engines", "lab", "try_lab", {}, timeout_s, install_hint())
-    if finding.status == "broken" and "not permitted" in finding.detail:
-        advice = "run the container with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN"
-        return Finding("engines", "lab", "absent", f"root may not create namespaces here: {finding.detail}", advice)
-    return finding
-
-
-def _try_simgrid(timeout_s: float) -> Finding:
-    if not simgrid.is_available():
-        advice = f"apt-get install python3-simgrid (and set {simgrid.INTERPRETER_VARIABLE} to its python3 if needed)"
-        return Finding("engines", "SimGrid", "absent", "no Python here can import simgrid", advice)
-    return run_probe("engines", "SimGrid", "try_simgrid", {}, timeout_s, "apt-get install python3-simgrid")[0]
-
-
 def jax_environment() -> dict[str, str]:
     """Return what to set for JAX: nothing, unless libtpu would spend minutes searching for a TPU that is not there."""
     has_tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
@@ -129,13 +103,21 @@ def jax_environment() -> dict[str, str]:
 
 
 def run_probe(
-    section: Section, name: str, probe: str, environment: Mapping[str, str], timeout_s: float, install: str
+    section: Section,
+    name: str,
+    probe: str,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    install: str,
+    *,
+    module: str = "meshmend.doctor.probes",
 ) -> tuple[Finding, dict[str, Any]]:
     """Run a probe in a process group of its own; return the finding and the probe's facts (none if it is broken).
 
-    `install` is the command that installs what is tried; running it again may fix what is broken.
+    `install` is the command that installs what is tried; running it again may fix what is broken. `module` has the
+    probe and a `main`.
     """
-    words = ["-m", "meshmend.doctor.probes", probe]
+    words = ["-m", module, probe]
     again = " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), "python", *words])
     anew = "--reinstall" if install.startswith("apt-get") else "--force-reinstall"
     advice = f"{install.replace(' install', f' install {anew}')}\nthe whole error: {again}"

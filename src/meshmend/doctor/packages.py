@@ -6,8 +6,6 @@ import importlib.machinery
 import importlib.util
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -37,7 +35,6 @@ PACKAGES = (
     Package("jaxlib", "jaxlib", "the JAX engine", install_hint("jax")),
     Package("optax", "optax", "train_step of the JAX engine", install_hint("jax")),
     Package("libtpu", "libtpu", "meshmend compile, and TPUs", install_hint("tpu")),
-    Package("flax", "flax", "benchmarks of whole train steps", install_hint("workloads")),
     Package("orbax.checkpoint", "orbax-checkpoint", "checkpoints of a JAX job", "pip install orbax-checkpoint"),
     Package("grain", "grain", "data of a JAX job that restarts", "pip install grain"),
     Package("torch", "torch", "the PyTorch engine", install_hint("torch")),
@@ -58,12 +55,11 @@ def is_installed(module: str) -> bool:
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """Yield a finding for Python, for each package and for iproute2."""
+    """Yield a finding for Python and for each package."""
     yield Finding("packages", "Python", "works", platform.python_version())
     least = _least_versions()
     for package in PACKAGES:
         yield _look_at(package, least.get(package.distribution))
-    yield _look_at_iproute2()
 
 
 def _look_at(package: Package, least: str | None) -> Finding:
@@ -93,17 +89,3 @@ def _least_versions() -> dict[str, str]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
-def _look_at_iproute2() -> Finding:
-    ip = shutil.which("ip")
-    if ip is None or shutil.which("tc") is None:
-        return Finding(
-            "packages", "iproute2", "absent", "no ip and tc on the PATH: meshmend lab", "apt-get install iproute2"
-        )
-    try:
-        done = subprocess.run([ip, "-V"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("packages", "iproute2", "broken", f"ip -V: {error}", "apt-get install --reinstall iproute2")
-    version = re.search(r"iproute2-([\w.]+)", done.stdout)
-    return Finding("packages", "iproute2", "works", version[1] if version else done.stdout.strip())

@@ -3,9 +3,10 @@
 Nothing here imports JAX, except in the workers.
 """
 
+from meshmend.launch.chips import Chips
 from meshmend.launch.environment import Launch, read_launch
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import Timeline, read_timeline
 
-__all__ = ["Hosts", "Launch", "LocalJob", "Timeline", "read_launch", "read_timeline"]
+__all__ = ["Chips", "Hosts", "Launch", "LocalJob", "Timeline", "read_launch", "read_timeline"]

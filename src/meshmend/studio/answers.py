@@ -30,11 +30,11 @@ from meshmend.machines import machine_of, parse_description
 from meshmend.machines.machine import through_xla
 from meshmend.planning import Auto, choose, plan
 from meshmend.planning.auto import CHOICES, AutoPlanner
+from meshmend.planning.compare import price
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import verify
 from meshmend.studio.state import MAX_CHIPS, State, whole_machine
-from meshmend.study.compare import price
 from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, parse_shape
 
 Facts = dict[str, Any]

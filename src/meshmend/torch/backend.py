@@ -49,7 +49,7 @@ class MeshOptions:
     `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
     failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
     MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
-    for `interface`, which is what `meshmend lab run` sets. Without a chip, rank r is on the r-th live chip in row-major
+    for `interface`, which the laboratory sets. Without a chip, rank r is on the r-th live chip in row-major
     order; MESHMEND_FAILED (as "2x2@2,2 5,7") says which ones of a shape are not live.
 
     `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,

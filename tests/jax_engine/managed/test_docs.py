@@ -61,7 +61,7 @@ def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> N
 
 
 def test_the_recipe_for_nnx_with_dropout_trains(tmp_path: Path) -> None:
-    pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+    pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
     (script,) = re.findall(r"```python\n(import flax\.nnx.*?)```", PAGE, re.DOTALL)
     ((number, loss, chips),) = run(script, tmp_path / "nnx")
     assert (number, chips) == (20, 8)

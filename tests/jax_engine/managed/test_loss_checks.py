@@ -134,7 +134,7 @@ def test_batch_normalisation_is_refused_where_parameters_are_sharded(tmp_path: P
 
 def test_flax_layers(tmp_path: Path) -> None:
     """As a user writes them: nnx.BatchNorm in its training mode, and nnx.GroupNorm in its place."""
-    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
 
     def trained(name: str, make: Callable[[Any], Any]) -> list[float]:
         rngs = nnx.Rngs(0)

@@ -1,19 +1,10 @@
 """Compiling before it is needed: for TPUs that are not here, and for failures that have not happened.
 
 `ahead_of_time` compiles for real TPU topologies on a machine without a TPU. `next_failures` compiles for the next
-possible failures while the job runs, and `saved` keeps what was compiled, so that a restart loads it. `exporting`
-writes an all-reduce for others, as a folder that JAX alone runs.
+possible failures while the job runs, and `saved` keeps what was compiled, so that a restart loads it.
 """
 
-from meshmend.jax.compiling.exporting import check_program, export_artefact
 from meshmend.jax.compiling.next_failures import CompileAhead, CompiledTrainStep, compile_train_step
 from meshmend.jax.compiling.saved import SavedSteps
 
-__all__ = [
-    "CompileAhead",
-    "CompiledTrainStep",
-    "SavedSteps",
-    "check_program",
-    "compile_train_step",
-    "export_artefact",
-]
+__all__ = ["CompileAhead", "CompiledTrainStep", "SavedSteps", "compile_train_step"]

@@ -1,0 +1,271 @@
+"""A job with a large model: what keeps it safe, against the same steps without, in the same processes.
+
+    meshmend run --local 2x2 --host 1x2 lab/benchmarks/job_size.py steps 100    # megabytes of parameters, with Adam
+    meshmend run --local 4x1 --host 1x1 lab/benchmarks/job_size.py restore 400
+    python lab/benchmarks/job_size.py copy 400
+
+`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default.
+`restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
+memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
+what the program that makes copies needs on each device.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH = 8
+WARM_UP = {"plain": 10, "no copies": 10, "default": 60}
+"""Steps before those that are timed: until a job knows how often to keep copies, or is compiled and warm."""
+COUNTED = 40
+
+
+def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
+    """Layers of 4 MB whose loss is cheap, and their data."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    n_layers = max(1, round(megabytes * 1e6 / 4 / 1024**2))
+    weights = (rng.standard_normal((1024, 1024)) / 320).astype(np.float32)
+    data = rng.standard_normal((4096, 1024)).astype(np.float32)
+
+    def loss(params: Any, batch: Any) -> Any:
+        for weight in params.values():
+            batch = batch + jnp.tanh(batch @ weight)
+        return jnp.mean((batch - 1) ** 2, axis=1)
+
+    return {f"layer {i:03d}": weights + np.float32(i / 1e4) for i in range(n_layers)}, loss, data
+
+
+def plain_steps(params: Any, loss: Any, data: Any, n_steps: int) -> Iterator[None]:
+    """Train as anybody would with `pmean`."""
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh, optimizer = Mesh(np.array(jax.devices()), "x"), optax.adam(1e-3)
+    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    weights = jax.tree.map(lambda v: jax.make_array_from_callback(v.shape, everywhere, lambda i: v[i]), params)
+    state = jax.jit(optimizer.init, out_shardings=everywhere)(weights)
+
+    def step(weights: Any, state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(lambda w: loss(w, batch).mean())(weights)
+        updates, state = optimizer.update(jax.lax.pmean(gradients, "x"), state, weights)
+        return optax.apply_updates(weights, updates), state, jax.lax.pmean(value, "x")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=(P(), P(), P()), check_vma=False)
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))
+    under_way: deque[Any] = deque()
+    for i in range(n_steps):
+        rows = data[i * BATCH % len(data) :][:BATCH]
+        batch = jax.make_array_from_callback(rows.shape, split, rows.__getitem__)
+        weights, state, value = compiled(weights, state, batch)
+        under_way.append(value)
+        if len(under_way) > 2:
+            float(under_way.popleft().addressable_data(0))
+        yield
+
+
+def steps(megabytes: float) -> None:
+    import jax
+    import optax
+
+    import meshmend.jax as mmj
+    from meshmend.jax.job import initialize
+
+    params, loss, data = model(megabytes)
+    seconds: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
+    chosen: list[str] = []
+    with initialize() as session, tempfile.TemporaryDirectory() as private:
+        shared = Path(os.environ.get("MESHMEND_SHARED", private))
+        # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
+        order = [*seconds, *reversed(seconds)] if megabytes < 200 else [*seconds]
+        for number, name in enumerate(order):
+            job: mmj.Job | None = None
+            n_steps = WARM_UP[name] + COUNTED
+            loop: Any = plain_steps(params, loss, data, n_steps)
+            if name != "plain":
+                every: Any = 0 if name == "no copies" else "auto"
+                job = mmj.Job(
+                    shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
+                )
+                loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
+            times = []
+            for _ in loop:
+                times.append(time.perf_counter())
+                if len(times) == n_steps:
+                    break
+            seconds[name].append((times[-1] - times[WARM_UP[name] - 1]) / COUNTED)
+            if job is not None and every == "auto":
+                chosen += [str(note["every"]) for note in session.timeline.events if note["event"] == "copies"][-1:]
+            loop.close()
+            del loop, job
+            gc.collect()
+        if jax.process_index() == 0:
+            mean = {name: statistics.mean(times) for name, times in seconds.items()}
+            where = f"{jax.process_count()} hosts of {jax.local_device_count()} devices"
+            sys.stdout.write(
+                f"{megabytes:g} MB of parameters, {where}: a step takes {mean['plain']:.3f} s with pmean; as a job "
+                f"{mean['no copies'] / mean['plain']:.2f} of that without copies, "
+                f"{mean['default'] / mean['plain']:.2f} by default, which is {mean['default'] / mean['no copies']:.3f} "
+                f"of it without copies (every {', '.join(chosen)} steps)\n"
+            )
+
+
+def restore(megabytes: float) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import meshmend as mm
+    import meshmend.jax as mmj
+    from meshmend.jax.job import initialize
+    from meshmend.jax.state import Keeper, put
+    from meshmend.jax.state.gather import compile_gather
+    from meshmend.jax.state.layout import StateLayout
+    from meshmend.jax.state.mirror import compile_cut
+
+    params, loss, _ = model(megabytes)
+    with initialize() as session:
+        fabric, me = session.fabric, jax.process_index()
+        folder = Path(session.coordination.exchange(tempfile.mkdtemp(prefix="meshmend-"))[0])
+        for update in [sys.argv[3] if len(sys.argv) > 3 else "replicated"]:
+            plan = mm.plan(fabric.mesh, "weave")
+            program = mmj.install(plan, fabric, update=update)  # type: ignore[arg-type]
+            training = mmj.train_step(loss, optax.adam(1e-3), fabric)
+            layout = StateLayout.of(training, program, params)
+            n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
+
+            def begin(training: Any = training, program: Any = program) -> tuple[Any, Any]:
+                weights = put(params, fabric)
+                state = fabric.jit(training.init)(weights, program)
+                # Arrays of their own: on CPU, the parameters are still NumPy's.
+                found: tuple[Any, Any] = jax.tree.map(jnp.copy, (weights, state))
+                jax.block_until_ready(found)
+                return found
+
+            memory = folder / f"memory-{me}"
+            if Path("/dev/shm").is_dir():  # noqa: S108
+                memory = Path("/dev/shm") / folder.name / f"{update}-{me}"  # noqa: S108
+            both: Any = {"memory": memory, "disk": folder / update, "disk_timeout_s": 300.0}
+            state = begin()
+            layout.programs.update(cut=compile_cut(layout, *state), gather=compile_gather(layout))
+            kept = Keeper(session, layout, **both, memory_every=1, disk_every=1)
+            kept.restore(*state)
+            kept.keep(1, *state, save=True)
+            assert kept._mirror is not None and kept.checkpoints is not None  # noqa: S101, PT018
+            kept._mirror.wait()
+            kept.checkpoints.close()
+            kept.abandon()
+            if me == 1 and "--lost" in sys.argv:
+                shutil.rmtree(kept.memory.folder)  # as on a host that came back without memory
+            del state, kept
+            seconds: dict[str, list[float]] = {"memory": [], "disk": []}
+            more: dict[str, list[float]] = {"memory": [], "disk": []}
+            for source in ("memory", "disk") * 2:
+                gc.collect()
+                weights, moments = begin()
+                session.coordination.exchange("ready")
+                before = memory_mb("VmRSS", anew=True)
+                begun = time.perf_counter()
+                only: Any = {"disk": None} if source == "memory" else {"memory_every": 0}
+                keeper = Keeper(session, layout, **both | {"memory_every": 1} | only)
+                found = keeper.restore(weights, moments, donate=True)
+                jax.block_until_ready((found.params, found.state))
+                session.coordination.exchange("done")
+                seconds[source].append(time.perf_counter() - begun)
+                more[source].append(memory_mb("VmHWM") - before)
+                assert found.source == source  # noqa: S101
+                keeper.abandon()
+                del weights, moments, found, keeper
+            peak = max(max(told) for told in session.coordination.exchange(more["memory"]))
+            if me == 0:
+                best = {source: min(times) for source, times in seconds.items()}
+                sys.stdout.write(
+                    f"{update}, {n_bytes / 1e6:.0f} MB of state, {jax.process_count()} hosts of "
+                    f"{jax.local_device_count()} devices: from memory {best['memory']:.2f} s, from disk "
+                    f"{best['disk']:.2f} s, ratio {best['memory'] / best['disk']:.2f}; from memory at most "
+                    f"{peak * 1e6 / n_bytes:.2f} states in RAM beyond its own\n"
+                )
+                sys.stdout.flush()
+        session.coordination.exchange("over")
+        if me == 0:
+            for path in (folder, Path("/dev/shm") / folder.name):  # noqa: S108
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def copy(megabytes: float) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    import jax
+    import numpy as np
+    import optax
+
+    import meshmend as mm
+    import meshmend.jax as mmj
+    from meshmend.jax.state import put
+    from meshmend.jax.state.layout import StateLayout
+    from meshmend.jax.state.memory import HostMemory
+    from meshmend.jax.state.mirror import compile_cut, copy_of, make_parts_fn
+
+    params, loss, _ = model(megabytes)
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    hosts = [0, 0, 1, 1]
+    for update in ("replicated", "two-phase"):
+        program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update=update)
+        training = mmj.train_step(loss, optax.adam(1e-3), fabric)
+        weights = put(params, fabric)
+        state = fabric.jit(training.init)(weights, program)
+        layout = StateLayout.of(training, program, params)
+        n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
+        needs: Any = compile_cut(layout, weights, state, hosts).memory_analysis()
+        parts = jax.block_until_ready(fabric.jit(make_parts_fn(layout, hosts))(weights, state))
+        folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir=os.environ.get("MESHMEND_MEMORY", "/dev/shm")))  # noqa: S108
+        memory, wrote, copied = HostMemory(folder / "host-0"), list[float](), list[float]()
+        one = copy_of(parts, layout, hosts, 0, 1, 0, None, "run")
+        of_host = np.concatenate([row.view(np.uint8) for rows in one.parts.values() for row in rows])
+        into = np.zeros_like(of_host)
+        for step in range(8):
+            begun = time.perf_counter()
+            memory.write(copy_of(parts, layout, hosts, 0, 1, step, None, "run"))
+            wrote.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            np.copyto(into, of_host)
+            copied.append(time.perf_counter() - begun)
+        memory.clear()
+        shutil.rmtree(folder)
+        sys.stdout.write(
+            f"{update}, {n_bytes / 1e6:.0f} MB of state: a host's copy of {of_host.nbytes / 1e6:.0f} MB is written at "
+            f"{of_host.nbytes / min(wrote) / 1e9:.2f} GB/s, {min(copied) / min(wrote):.2f} of what memory copies; on "
+            f"each of 4 devices it takes outputs of {needs.output_size_in_bytes / n_bytes:.3f} and temporaries of "
+            f"{needs.temp_size_in_bytes / n_bytes:.3f} states\n"
+        )
+
+
+def memory_mb(name: str, *, anew: bool = False) -> float:
+    """Return what this process uses now (VmRSS) or has used at most (VmHWM), `anew` from here on."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert found is not None  # noqa: S101
+    return int(found[1]) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    {"steps": steps, "restore": restore, "copy": copy}[sys.argv[1]](float(sys.argv[2]))

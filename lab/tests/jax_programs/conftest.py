@@ -1,0 +1,24 @@
+"""64 virtual CPU devices, as in the tests of the engine: JAX reads its device count once, when it is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from jax_engine.conftest import CHIPS, flags
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the flags before a module of tests is imported."""
+    os.environ["XLA_FLAGS"] = flags(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let JAX read its flags now: libtpu refuses those that are for CPUs, and processes that tests start have none."""
+    if any("jax_programs" in item.path.parts for item in items):
+        import jax
+
+        os.environ["XLA_FLAGS"] = flags(config)
+        jax.devices()
+    os.environ["XLA_FLAGS"] = CHIPS

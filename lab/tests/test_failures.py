@@ -1,0 +1,96 @@
+"""Every command of the laboratory, every way to fail: one line on standard error, as those of the product."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli.test_failures import CUT, check, commands, run
+from meshmend import Mesh, plan, save
+from meshmend_lab.cli import app
+from meshmend_lab.mesh import journal
+
+PLAN = plan(Mesh("2x2"), "hamiltonian")
+# command, what is wrong, the words, a part of the message
+CASES: list[tuple[str, str, list[str], str]] = [
+    ("mesh up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a valid name for a lab"),
+    ("mesh up", "bad rate", ["2x2", "--rate", "1\u0660mbit"], "is not a rate"),
+    ("mesh up", "bad delay", ["2x2", "--delay", "5 ms"], "'5 ms' is not a delay. Write it as tc does"),
+    ("mesh up", "cut mesh", ["4x4", *CUT], "are not connected"),
+    ("mesh up", "too large", ["99x99"], "has 9,801 chips; the limit is 400"),
+    ("mesh show", "missing", ["nobody"], "No lab named nobody is up"),
+    ("mesh kill", "missing", ["0,0", "--name", "nobody"], "No lab named nobody is up"),
+    ("mesh down", "name and all", ["nobody", "--all"], "leave out the name"),
+    ("bench allreduce", "nowhere", [], "Say where"),
+    ("bench allreduce", "delay without a lab", ["--loopback", "1x2", "--delay", "5ms"], "--delay is of a lab's links"),
+    ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("paper", "bad unit", ["--resnet-compute", "long"], "is not a time"),
+    ("figure", "no such figure", ["11", "-o", "a.svg"], "there is no figure 11"),
+    ("figure", "bad ending", ["9", "-o", "a.html"], "a.html ends in '.html'"),
+    ("machine", "no file", ["nowhere.yaml"], "nowhere.yaml: No such file"),
+    ("programs", "no plan", ["nowhere.npz", "--machine", "x.yaml", "-o", "a.json"], "nowhere.npz"),
+    ("programs", "bad ending", ["plan.npz", "--machine", "x.yaml", "-o", "a.txt"], "expected .json"),
+    ("verify", "missing", ["nowhere"], "nowhere is damaged or is not an artefact"),
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each case in a folder with a good plan."""
+    monkeypatch.chdir(tmp_path)
+    save(PLAN, "plan.npz")
+    monkeypatch.setattr(journal, "FOLDER", tmp_path / "journals")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [pytest.param(command, words, message, id=f"{command}: {what}") for command, what, words, message in CASES],
+)
+def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> None:
+    check(["lab", *command.split(), *words], message)
+    assert not Path("a.svg").exists()
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+WITHOUT_FAILURES = {"doctor", "mesh list"}
+"""They find what is wrong with a machine and say so; that is no failure of theirs."""
+
+ELSEWHERE = {"mesh run", "export", "bench restart"}
+"""What they refuse takes root or an extra: below."""
+
+
+def test_every_command_has_its_failures_here() -> None:
+    assert {command for command, *_ in CASES} == set(COMMANDS) - WITHOUT_FAILURES - ELSEWHERE
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_command_line_is_one_line(command: str) -> None:
+    words = ["lab", *command.split()]
+    if command == "mesh run":  # whatever follows is the command to run
+        code, out, err = run(words)
+        assert (code, out) == (2, "")
+        assert re.fullmatch(r"Error: [^\n]+\n", err)
+    else:
+        check([*words, "--no-such-option"], "No such option: --no-such-option. See: ", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "extra"),
+    [
+        (["export", "4x4", "-o", "a"], "flatbuffers", "export"),
+        (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
+        (["bench", "restart"], "orbax", "restart"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_a_missing_extra_is_one_line(
+    words: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshmend_lab.extras.find_spec", lambda name: None if name == module else object())
+    monkeypatch.setitem(sys.modules, module, None)
+    check(["lab", *words], f"needs {module}, which is not installed here")
+    assert f"meshmend-lab[{extra}]" in run(["lab", *words])[2]
