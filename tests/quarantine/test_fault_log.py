@@ -38,10 +38,6 @@ def recompute(step: int, *suspects: Suspect) -> Observation:
     return Observation("recompute", suspects, step)
 
 
-def lag(chip: Suspect, step: int = 100) -> Observation:
-    return Observation("lag", (chip,), step, "", {"steps": 30})
-
-
 class Job:
     """A job's shared folder, and a clock."""
 
@@ -109,13 +105,6 @@ def test_processes_that_describe_one_thing_differently_have_still_seen_one(job: 
         assert job.report(seen) == []
     assert len(job.log.read()) == 4
     assert job.report(recompute(401, A)) == ["0,0"]
-
-
-def test_slowness_leaves_states_trusted(job: Job) -> None:
-    assert job.report(lag(A), attempt=3, verified=80) == ["0,0"]
-    assert untrusted(job.log) == []
-    job.report(recompute(101, B, C), attempt=3, verified=90)
-    assert untrusted(job.log) == [(3, 90)]
 
 
 def test_a_verdict_that_was_not_listed_any_more_is_listed_at_the_next_start(job: Job) -> None:

@@ -25,10 +25,6 @@ def recompute(step: int, *suspects: Suspect, **numbers: float) -> Observation:
     return Observation("recompute", suspects, step, "", numbers)
 
 
-def lag(chip: Suspect, steps: int) -> Observation:
-    return Observation("lag", (chip,), 100, "", {"steps": steps})
-
-
 @pytest.mark.parametrize(
     ("observations", "named"),
     [
@@ -61,10 +57,6 @@ def lag(chip: Suspect, steps: int) -> Observation:
         ([recompute(1, A, agree=1, differ=1)], []),
         ([recompute(1, A, agree=1, differ=2)], []),  # three that differ: the program is not deterministic
         ([digest(A, 1), recompute(9, A)], [A]),
-        ([lag(A, 24)], [A]),
-        ([lag(A, 23)], []),
-        ([lag(A, 24), digest(B, 1)], [A]),
-        ([lag(A, 3), digest(A, 1)], []),  # slowness does not confirm wrong numbers
     ],
 )
 def test_the_rules(observations: list[Observation], named: list[Suspect]) -> None:

@@ -72,7 +72,7 @@ GOOD = {"kind": "digest", "suspects": ["2,3"], "step": 1, "evidence": "", "numbe
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"kind": "rumour"}, "expected one of digest, recompute, lag"),
+        ({"kind": "rumour"}, "expected one of digest, recompute"),
         ({"kind": ["digest"]}, "kind and evidence are texts"),
         ({"suspects": []}, "it names 0 suspects"),
         ({"suspects": ["2,3"] * 17}, "it names 17 suspects"),

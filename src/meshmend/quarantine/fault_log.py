@@ -19,7 +19,7 @@ from typing import Any
 from meshmend.errors import QuarantineError
 from meshmend.files import locked, write_whole
 from meshmend.quarantine.judge import MAX_OBSERVATIONS
-from meshmend.quarantine.observation import LAG, LAST_STEP, Observation
+from meshmend.quarantine.observation import LAST_STEP, Observation
 from meshmend.quarantine.suspect import Suspect
 
 FILE = "fault_log.jsonl"
@@ -169,6 +169,6 @@ class FaultLog:
 def untrusted(log: FaultLog) -> list[tuple[int, int]]:
     """Return whose states are not to be trusted: (attempt, step) for what that attempt or one before kept after a step.
 
-    Every observation of wrong numbers counts, confirmed or not, and whoever has cleared it. Slowness does not.
+    Every observation counts, confirmed or not, and whoever has cleared it.
     """
-    return sorted({(noted.attempt, noted.verified) for noted in log.read() if noted.observation.kind != LAG})
+    return sorted({(noted.attempt, noted.verified) for noted in log.read()})

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from meshmend.quarantine.observation import DIGEST, LAG, RECOMPUTE, Observation
+from meshmend.quarantine.observation import DIGEST, RECOMPUTE, Observation
 from meshmend.quarantine.suspect import Suspect
 
 WINDOW_STEPS = 10_000
 """Observations further apart are not counted together: a machine of a thousand chips sees a cosmic ray now and then."""
-LAG_STEPS = 24
-"""Steps that a straggler was late in; `Stragglers` never reports fewer."""
 MAX_OBSERVATIONS = 10_000
 """Observations that are remembered, the newest."""
 CONFIRMED = 2
@@ -62,8 +60,6 @@ def judge(observations: Iterable[Observation], listed: Collection[Suspect] = ())
       replicas that differ) it does not count, because either may be right.
     - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
       one, it has confirmed the observation. Another disagreement with another partner does so, too.
-    - **lag**: its statistics run over a window of many steps, so an observation of at least 24 late steps is confirmed.
-      Slowness and wrong numbers are never added up.
 
     Observations of different checks add up: a wrong replica, and in the next attempt a wrong gradient, are two. An
     observation that points at several suspects counts against each. The one that most observations point at is named;
@@ -86,11 +82,9 @@ def judge(observations: Iterable[Observation], listed: Collection[Suspect] = ())
     """
     left = sorted(set(observations), key=_order)
     found = []
-    for is_lag in (False, True):
-        rest = [observation for observation in left if (observation.kind == LAG) == is_lag]
-        while (verdict := _strongest(rest, listed)) is not None:
-            found.append(verdict)
-            rest = [observation for observation in rest if verdict.suspect not in observation.suspects]
+    while (verdict := _strongest(left, listed)) is not None:
+        found.append(verdict)
+        left = [observation for observation in left if verdict.suspect not in observation.suspects]
     return found
 
 
@@ -127,10 +121,7 @@ def _weight(observations: list[Observation]) -> int:
                 observation.step, replicas.get(_state_of(observation), observation.step)
             )
     explained = {state for _, state, step in computed if step <= replicas.get(state, -1)}
-    is_decided = any(
-        observation.kind == LAG or (observation.kind == RECOMPUTE and _has_majority(observation, 2))
-        for observation in observations
-    )
+    is_decided = any(observation.kind == RECOMPUTE and _has_majority(observation, 2) for observation in observations)
     return max(len(computed) + len(replicas.keys() - explained), CONFIRMED if is_decided else 0)
 
 
@@ -144,8 +135,6 @@ def _counts(observation: Observation) -> bool:
     """Whether an observation counts at all."""
     if observation.kind == DIGEST:
         return _has_majority(observation, 1)
-    if observation.kind == LAG:
-        return observation.numbers.get("steps", 0) >= LAG_STEPS
     return observation.kind == RECOMPUTE
 
 

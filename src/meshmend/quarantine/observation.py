@@ -11,8 +11,8 @@ from typing import Any
 from meshmend.errors import QuarantineError
 from meshmend.quarantine.suspect import MAX_TEXT, Suspect
 
-DIGEST, RECOMPUTE, LAG = KINDS = ("digest", "recompute", "lag")
-"""Replicas that disagree, a gradient that another chip cannot repeat, a straggler."""
+DIGEST, RECOMPUTE = KINDS = ("digest", "recompute")
+"""Replicas that disagree, and a gradient that another chip cannot repeat."""
 MAX_EVIDENCE = 2000
 MAX_SUSPECTS = 16
 MAX_NUMBERS = 32
@@ -31,7 +31,6 @@ class Observation:
     - digest: "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
     - recompute: "agree" and "differ", how many chips computed the same and another gradient, a third chip included
       if one was asked;
-    - lag: "steps", how many steps of the window the suspect was late in;
     - "attempt" of the job, set by the `FaultLog`: a step that is seen again after a restart is another observation.
 
     >>> seen = Observation("digest", (Suspect.parse("2,3"),), 400, "chunk 7 differs", {"chunk": 7, "agree": 63})

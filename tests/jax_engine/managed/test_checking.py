@@ -27,7 +27,7 @@ from meshmend.quarantine import FaultLog, QuarantineList, Suspect
 LIAR = (1, 2)
 EVERY, STEPS = 4, 15
 GOES_BACK = pytest.mark.filterwarnings("ignore:Resuming from memory at step 4; skipped. a check found wrong numbers")
-CHECKS = mmj.Checks(digests_every=EVERY, recompute_every=EVERY, stragglers=False)
+CHECKS = mmj.Checks(digests_every=EVERY, recompute_every=EVERY)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def flip_after(job: mmj.Job, number: int) -> Callable[[Any], None]:
 
 @GOES_BACK
 def test_memory_that_flips_costs_a_return_first_and_the_chip_the_second_time(tmp_path: Path, without_it: Any) -> None:
-    checks = mmj.Checks(digests_every=EVERY, recompute_every=0, stragglers=False)
+    checks = mmj.Checks(digests_every=EVERY, recompute_every=0)
     shared = tmp_path / "shared"
     first = start(shared, checks)
     failing(first, r"is not enough to leave it out: the job goes back to step 4", after=flip_after(first, 8))

@@ -1,6 +1,6 @@
 """Checks of a training job against chips that compute wrong numbers.
 
-`digests` of replicas, gradients that other chips `recompute`, and the times of hosts (`lag`).
+`digests` of replicas, and gradients that other chips `recompute`.
 """
 
 from meshmend.jax.checks.digests import Disagreement, compare_replicas, replica_digests

@@ -17,7 +17,6 @@ import jax
 
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.checks.digests import compare_replicas, replica_digests
-from meshmend.jax.checks.lag import LagWatch
 from meshmend.jax.checks.observations import digest_observations
 from meshmend.jax.checks.recompute import Recompute, check_recomputable
 from meshmend.jax.collectives import Tree
@@ -31,14 +30,13 @@ from meshmend.jax.state import Keeper
 from meshmend.jax.tiles import TiledFabric
 from meshmend.launch.events import note_quarantined
 from meshmend.quarantine import Observation, Quarantined, report
-from meshmend.quarantine.observation import LAG
 
 WRITTEN_AFTER = 2
 """The result of a step implies that all hosts have written their copies of the one so many steps before."""
 
 
 class FoundError(QuarantineError):
-    """A check has found wrong numbers or a straggler: this round of the job ends, and the next one does without."""
+    """A check has found wrong numbers: this round of the job ends, and the next one does without."""
 
 
 class _Open(NamedTuple):
@@ -51,9 +49,8 @@ class _Open(NamedTuple):
 class Checking:
     """Runs the checks of one round. Every process makes the same calls, in the same order.
 
-    They are `between(step, …)` when a step has been started and the next one has not, `settled(step, …)` when its
-    results are there, and `time(step, …)` at the end of each pass of the loop. It tells the keeper which states are
-    known to be good.
+    They are `between(step, …)` when a step has been started and the next one has not, and `settled(step, …)` when its
+    results are there. It tells the keeper which states are known to be good.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class Checking:
         if checks.recompute_every:
             exchange = session.coordination.exchange
             self._recompute = Recompute(model.gradients, session.fabric, exchange, every=checks.recompute_every)
-        self._lag = LagWatch.of(session) if checks.stragglers else None
 
     def between(self, step: int, params: Tree, state: Tree, batch: Batch, *, is_last: bool = False) -> None:
         """Check the state after a step, before `batch`, the next one, is trained on. The last state always is."""
@@ -89,11 +85,6 @@ class Checking:
         """Look at the digests of the states that are old enough now that a step's results are there."""
         while self._open and self._open[0].step + WRITTEN_AFTER <= step:
             self._compare(self._open.popleft())
-
-    def time(self, step: int, host_s: float, step_s: float) -> None:
-        """Take in what this host spent by itself in a step, and how long the whole step took."""
-        if self._lag is not None:
-            self._act_on(self._lag.add(step, host_s, step_s))
 
     def finish(self) -> None:
         """Look at what is still open, at the end of training."""
@@ -116,7 +107,7 @@ class Checking:
             self.session.timeline.note("verified", step=one.step)
 
     def _act_on(self, observations: Sequence[Observation]) -> None:
-        """Report what was found; raise if the job cannot go on as it is."""
+        """Report what was found, and raise: the job cannot go on as it is."""
         if not observations:
             return
         verified = self.keeper.verified
@@ -138,8 +129,7 @@ class Checking:
             )
         for entry in entries:
             note_quarantined(self.session.timeline, entry, hosts)
-        if entries or any(observation.kind != LAG for observation in observations):
-            raise FoundError(_describe(observations, entries, verified))
+        raise FoundError(_describe(observations, entries, verified))
 
     def _digests(self, params: Tree, state: Tree) -> Tree:
         """Start to digest the state, and return the digests to be."""
@@ -187,6 +177,4 @@ def _describe(observations: Sequence[Observation], entries: Sequence[Quarantined
     if not entries:
         return f"{seen} One observation is not enough to leave it out: the job goes back to step {verified}."
     named = ", ".join(str(entry.suspect) for entry in entries)
-    is_slow = all(observation.kind == LAG for observation in observations)
-    goes_on = "goes on without it" if is_slow else f"goes back to step {verified}, and on without it"
-    return f"{seen} {named} is in quarantine now; the job {goes_on}."
+    return f"{seen} {named} is in quarantine now; the job goes back to step {verified}, and on without it."

@@ -1,4 +1,4 @@
-"""Which checks a job runs against chips that compute wrong numbers or are slow, and how often."""
+"""Which checks a job runs against chips that compute wrong numbers, and how often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Checks:
     - `digests_every`: steps between two comparisons of all replicas of the state; 0 for never.
     - `recompute_every`: steps between two checks in which each chip repeats a part of another chip's gradient; 0 for
       never. It costs one more gradient in so many steps.
-    - `stragglers`: whether hosts that make the others wait are looked for.
 
     A state is known to be good, and is kept, where the replicas agree; with `recompute_every` where, besides, all chips
     have repeated each other's gradients.
@@ -25,7 +24,6 @@ class Checks:
 
     digests_every: int = 100
     recompute_every: int = 200
-    stragglers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("digests_every", "recompute_every"):

@@ -21,7 +21,6 @@ import numpy as np
 
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.batching import Position
-from meshmend.jax.checks.lag import HostClock
 from meshmend.jax.compiling import CompileAhead
 from meshmend.jax.compiling.saved import SavedSteps, shapes_of
 from meshmend.jax.fabric import Fabric
@@ -187,7 +186,7 @@ class TrainingRun:
     def steps(self) -> Iterator[JobStep]:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
-        waited, clock = deque[float](), HostClock()
+        waited = deque[float]()
         keeper, found, checking, interrupts = self._keeper, self.found, self._checking, self._interrupts
         watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
@@ -218,37 +217,33 @@ class TrainingRun:
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
                 given = self._input(batch, fabric)
-                # From here to the end of the loop's body this host waits, for devices, or does what only one host does.
-                with clock.waiting():
-                    if checking is not None:
-                        checking.between(number - 1, self.params, self._state, batch)
-                    self.params, self._state, *results = self._compiled.step(self.params, self._state, given)
-                    keeper.keep(
-                        number,
-                        self.params,
-                        self._state,
-                        self._extra(batch.after),
-                        save=number == self.last,
-                        pin=checking is not None and checking.verifies(number),
-                    )
-                    self.number, self._at = number, batch.after
-                    recovered = found.source != "start" and number == found.step + 1
-                    under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
-                    if number == found.step + AHEAD_AFTER and self.options.compile_ahead:
-                        self._ahead = self._saved_steps.ahead(self._plan_ahead)
-                    self.is_suspended = True
-                    yield under_way[-1]
-                    self.is_suspended = False
-                    if self.is_replaced:
-                        raise RestartError(
-                            f"Another Job of this process goes on with {self.options.shared.path}, from the steps that "
-                            "this one has kept. Take the steps of that one.",
-                            step=number,
-                        )
-                    if len(under_way) > IN_FLIGHT:
-                        settle(under_way.popleft())
                 if checking is not None:
-                    checking.time(number, *clock.lap())
+                    checking.between(number - 1, self.params, self._state, batch)
+                self.params, self._state, *results = self._compiled.step(self.params, self._state, given)
+                keeper.keep(
+                    number,
+                    self.params,
+                    self._state,
+                    self._extra(batch.after),
+                    save=number == self.last,
+                    pin=checking is not None and checking.verifies(number),
+                )
+                self.number, self._at = number, batch.after
+                recovered = found.source != "start" and number == found.step + 1
+                under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
+                if number == found.step + AHEAD_AFTER and self.options.compile_ahead:
+                    self._ahead = self._saved_steps.ahead(self._plan_ahead)
+                self.is_suspended = True
+                yield under_way[-1]
+                self.is_suspended = False
+                if self.is_replaced:
+                    raise RestartError(
+                        f"Another Job of this process goes on with {self.options.shared.path}, from the steps that "
+                        "this one has kept. Take the steps of that one.",
+                        step=number,
+                    )
+                if len(under_way) > IN_FLIGHT:
+                    settle(under_way.popleft())
             if is_stopped:
                 keeper.keep_now(self.number, self.params, self._state, self._extra(self._at))
             elif checking is not None and self.number > found.step:
