@@ -65,6 +65,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
+        ("lab.md", "bash", "lab/tests/mesh/test_delay.py"),
         ("export.md", "bash", "lab/tests/jax_programs/test_exporting.py"),
         ("export.md", "python", "lab/tests/jax_programs/test_exporting.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_tiles.py"),

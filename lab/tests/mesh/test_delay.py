@@ -1,19 +1,15 @@
-"""Links with a delay: every packet has it at every hop, the rate still holds, and nothing is left behind.
-
-Each test runs with the kernel's netem where there is one, and always with the relay process, which needs none.
-"""
+"""Links with a delay: every packet has it at every hop, the rate still holds, and nothing is left behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,31 +17,18 @@ import pytest
 from meshmend import Mesh
 from meshmend.launch import Chips
 from meshmend_lab.errors import LabError
-from meshmend_lab.mesh import Lab, commands, find_labs, journal, take_down
+from meshmend_lab.mesh import Lab, commands, journal
 from meshmend_lab.mesh import delay as delays
 from meshmend_lab.mesh.commands import Commands
 from meshmend_lab.mesh.journal import Journal
+from pages import ROOT, read
+from pages import run as run_block
 from test_namespaces import namespaces, needs_lab, run, send
 
 DELAY, DELAY_S = "20ms", 0.02
 LATE_S = 0.03
 """How late the fastest of ten echoes may be on a busy machine: less than a further hop would take."""
 ECHOES = 10
-
-
-@pytest.fixture(scope="module")
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as one:
-        yield one
-
-
-@pytest.fixture(scope="module", params=delays.DELAYERS)
-def delayer(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> str:
-    """What labs get their delay from during the tests that ask for it."""
-    if request.param == "netem" and not has_netem():
-        pytest.skip("this kernel has no netem")
-    patch.setattr(delays, "_has_netem", lambda *_: request.param == "netem")
-    return str(request.param)
 
 
 def has_netem() -> bool:
@@ -60,10 +43,12 @@ def has_netem() -> bool:
     return can.returncode == 0
 
 
+needs_netem = pytest.mark.skipif(not has_netem(), reason="this kernel has no netem, or this is not root")
+
+
 @pytest.fixture(scope="module")
-def lab(delayer: str) -> Iterator[Lab]:
+def lab() -> Iterator[Lab]:
     with Lab.temporary(Mesh("2x3"), rate="20mbit", delay=DELAY, name="delayed") as made:
-        assert made.delayed_by == delayer
         yield made
 
 
@@ -100,6 +85,7 @@ def round_trip(lab: Lab, src: tuple[int, ...], dst: tuple[int, ...]) -> float:
         return float(chips.results(30)[src])
 
 
+@needs_netem
 @needs_lab
 @pytest.mark.parametrize(("dst", "hops"), [((0, 1), 1), ((1, 0), 1), ((0, 2), 2), ((1, 2), 3)])
 def test_a_packet_waits_at_every_hop(lab: Lab, dst: tuple[int, int], hops: int) -> None:
@@ -108,6 +94,7 @@ def test_a_packet_waits_at_every_hop(lab: Lab, dst: tuple[int, int], hops: int) 
     assert took < 2 * hops * DELAY_S + LATE_S
 
 
+@needs_netem
 @needs_lab
 @pytest.mark.parametrize("dst", [(0, 1), (0, 2)])
 def test_links_keep_their_rate(lab: Lab, dst: tuple[int, int]) -> None:
@@ -115,12 +102,13 @@ def test_links_keep_their_rate(lab: Lab, dst: tuple[int, int]) -> None:
     assert 0.7 < took < 1.6  # 16 Mbit over 20 Mbit/s, as without a delay
 
 
+@needs_netem
 @needs_lab
-def test_routes_lead_round_a_hole_and_cut_chips_are_gone(delayer: str) -> None:
+def test_routes_lead_round_a_hole_and_cut_chips_are_gone() -> None:
     with Lab.temporary(Mesh("3x3"), rate="100mbit", delay=DELAY, name="cut") as whole:
         assert 4 * DELAY_S <= round_trip(whole, (1, 0), (1, 2)) < 4 * DELAY_S + LATE_S
         left = whole.kill((1, 1))
-        assert (left.delay, left.delayed_by) == (DELAY, delayer)
+        assert left.delay == DELAY
         assert 8 * DELAY_S <= round_trip(left, (1, 0), (1, 2)) < 8 * DELAY_S + LATE_S
         assert whole.namespace((1, 1)) not in namespaces()
         links = ["ip", "-o", "-n", left.namespace((1, 0)), "link"]
@@ -129,6 +117,7 @@ def test_routes_lead_round_a_hole_and_cut_chips_are_gone(delayer: str) -> None:
     assert not {name for name in namespaces() if name.startswith("meshmend-cut")}
 
 
+@needs_netem
 @needs_lab
 def test_an_all_reduce_over_delayed_links_is_exact(lab: Lab) -> None:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
@@ -140,138 +129,45 @@ def test_an_all_reduce_over_delayed_links_is_exact(lab: Lab) -> None:
         assert result.seconds >= 3 * DELAY_S  # what a corner has must reach the opposite one
 
 
-def ended(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return True
-    return words[0] in "ZX"
-
-
+@needs_netem
 @needs_lab
-def test_the_command_line_says_the_delay_and_leaves_nothing(delayer: str) -> None:
+def test_the_command_line_says_the_delay_and_leaves_nothing() -> None:
     name = ["--name", "slowcli"]
     shown = json.loads(run("lab", "mesh", "up", "1x3", "--rate", "50mbit", "--delay", "5ms", *name, "--json"))
-    relay = delays.find_relay("meshmend-slowcli-delay")
     try:
-        assert (shown["delay"], shown["delayed_by"]) == ("5ms", delayer)
+        assert shown["delay"] == "5ms"
         assert len(shown["namespaces"]) == 3
-        assert (relay is not None) == (delayer == "relay")
         assert "5ms one way, at every hop" in run("lab", "mesh", "show", *name)
         (found,) = [one for one in json.loads(run("lab", "mesh", "list", "--json"))["labs"] if one["name"] == "slowcli"]
-        assert (found["condition"], found["delay"], found["delayed_by"]) == ("up", "5ms", delayer)
+        assert (found["condition"], found["delay"]) == ("up", "5ms")
         assert len(found["namespaces"]) == 4
         listed = run("lab", "mesh", "list")
-        assert f"5ms by {delayer}" in listed
+        assert "5ms" in listed
         assert "4 of 4" in listed
         killed = json.loads(run("lab", "mesh", "kill", "0,2", *name, "--json"))
-        assert (killed["chips"], killed["delay"], killed["delayed_by"]) == (2, "5ms", delayer)
+        assert (killed["chips"], killed["delay"]) == (2, "5ms")
     finally:
         run("lab", "mesh", "down", *name)
     assert not {name for name in namespaces() if name.startswith("meshmend-slowcli")}
-    assert relay is None or ended(relay)
     assert "slowcli" not in journal.journal_names()
 
 
 @needs_lab
-def test_a_block_and_its_relay_go_with_their_process(tmp_path: Path) -> None:
-    script = tmp_path / "make.py"
-    script.write_text(
-        "import time\n"
-        "from meshmend import Mesh\n"
-        "from meshmend_lab.mesh import Lab, delay\n"
-        "delay._has_netem = lambda *_: False\n"
-        "with Lab.temporary(Mesh('1x2'), delay='1ms', name='widow'):\n"
-        "    print(delay.find_relay('meshmend-widow-delay'), flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        relay = int(parent.stdout.readline())
-        assert not ended(relay)
-        parent.kill()
-    deadline = time.monotonic() + 10
-    while "widow" in journal.journal_names() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ended(relay)
-    assert not {name for name in namespaces() if name.startswith("meshmend-widow")}
-
-
-@needs_lab
-def test_the_relay_of_a_killed_build_is_ended_by_taking_it_down(tmp_path: Path) -> None:
-    script = tmp_path / "make.py"
-    script.write_text(
-        "import os, signal\n"
-        "from meshmend import Mesh\n"
-        "from meshmend_lab.mesh import Lab, delay\n"
-        "really, delay._has_netem = delay.connect, lambda *_: False\n"
-        "def connect(*words):\n"
-        "    really(*words)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "delay.connect = connect\n"
-        "Lab.up(Mesh('1x2'), delay='1ms', name='halfway')\n"
-    )
-    assert subprocess.run([sys.executable, str(script)], check=False).returncode == -signal.SIGKILL
-    relay = delays.find_relay("meshmend-halfway-delay")
-    assert [one.condition for one in find_labs() if one.name == "halfway"] == ["half-built"]
-    take_down("halfway")
-    assert relay is not None
-    assert ended(relay)
-    assert not {name for name in namespaces() if name.startswith("meshmend-halfway")}
-
-
-@pytest.fixture
-def with_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_netem_is_told_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delays, "_has_netem", lambda *_: False)
+    with pytest.raises(LabError, match="This kernel has no netem or no bridges, which a delay of 1ms needs"):
+        Lab.up(Mesh("1x2"), delay="1ms", name="without")
+    assert not {name for name in namespaces() if name.startswith("meshmend-without")}
+    assert "without" not in journal.journal_names()
 
 
+@needs_netem
 @needs_lab
-def test_a_lab_without_its_relay_is_not_up(with_relay: None) -> None:
-    Lab.up(Mesh("1x2"), delay="1ms", name="lost")
-    try:
-        relay = delays.find_relay("meshmend-lost-delay")
-        assert relay is not None
-        os.kill(relay, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while not ended(relay) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [one.condition for one in find_labs() if one.name == "lost"] == ["half-built"]
-        with pytest.raises(LabError, match="carries no packets, because the process that delays them has ended"):
-            Lab.find("lost")
-    finally:
-        take_down("lost")
-
-
-@needs_lab
-def test_only_a_relay_that_is_in_the_labs_namespace_is_ended(with_relay: None, tmp_path: Path) -> None:
-    impostor = tmp_path / "relay.py"
-    impostor.write_text("import time\ntime.sleep(600)\n")
-    with (
-        Lab.temporary(Mesh("1x2"), delay="1ms", name="twin") as lab,
-        subprocess.Popen([sys.executable, "-I", "-S", str(impostor), lab.delay_namespace, "0.001"]) as other,
-    ):
-        try:
-            lab.down()
-            assert other.poll() is None
-            assert delays.find_relay(lab.delay_namespace) == other.pid
-        finally:
-            other.kill()
-
-
-@needs_lab
-def test_a_relay_ends_by_itself_when_its_namespaces_are_removed_by_hand(with_relay: None) -> None:
-    lab = Lab.up(Mesh("1x2"), delay="1ms", name="byhand")
-    try:
-        relay = delays.find_relay(lab.delay_namespace)
-        assert relay is not None
-        for name in (*lab.namespaces.values(), lab.delay_namespace):
-            subprocess.run(["ip", "netns", "del", name], check=True)
-        deadline = time.monotonic() + 10
-        while not ended(relay) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert ended(relay)
-    finally:
-        lab.down()
+def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
+    blocks = [block for block in read(ROOT / "docs" / "lab.md") if block.by == "lab/tests/mesh/test_delay.py"]
+    for block in blocks:
+        run_block(replace(block, by=""), {"TMPDIR": str(tmp_path)})
+    assert len(blocks) == 1
 
 
 @needs_lab
@@ -288,8 +184,6 @@ def test_bridges_connect_the_cables_where_netem_delays(monkeypatch: pytest.Monke
     monkeypatch.setattr(delays, "_has_netem", lambda *_: True)
     monkeypatch.setattr(commands.Commands, "run", run)
     with Lab.temporary(Mesh("1x3"), rate="20mbit", delay=DELAY, name="bridged") as lab:
-        assert lab.delayed_by == "netem"
-        assert delays.find_relay(lab.delay_namespace) is None
         ends = ["a0", "b0", "a1", "b1"]
         assert asked == [f"qdisc add dev {end} root netem delay 20ms limit 100000" for end in ends]
         assert 0.7 < send(lab, (0, 0), (0, 2), 2_000_000) < 1.6
@@ -315,19 +209,15 @@ def test_a_bad_delay_is_refused_before_anything_runs(delay: str, message: str) -
     assert "never" not in journal.journal_names()
 
 
-def test_the_journal_keeps_delays_and_reads_journals_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_keeps_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "FOLDER", tmp_path)
-    Journal("lab", Mesh("2x2"), "40mbit", delay="5ms", delayed_by="relay").write()
+    Journal("lab", Mesh("2x2"), "40mbit", delay="5ms").write()
     found = Journal.read("lab")
     assert found is not None
-    assert (found.delay, found.delayed_by) == ("5ms", "relay")
+    assert found.delay == "5ms"
     path = tmp_path / "lab.json"
     facts = json.loads(path.read_text())
-    path.write_text(json.dumps({key: facts[key] for key in facts if not key.startswith("delay")}))
-    older = Journal.read("lab")
-    assert older is not None
-    assert (older.delay, older.delayed_by) == (None, None)
-    for damage in ({"delay": "5ms; true"}, {"delay": 5}, {"delayed_by": "magic"}):
+    for damage in ({"delay": "5ms; true"}, {"delay": 5}):
         path.write_text(json.dumps(facts | damage))
         with pytest.raises(LabError, match="is damaged"):
             Journal.read("lab")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_delay import needs_netem
 from typer.testing import CliRunner
 
 from meshmend.cli import app
@@ -100,6 +101,7 @@ def test_a_lab_whole_and_holed() -> None:
         assert result["to_bound"] > 0.9
 
 
+@needs_netem
 @needs_lab
 def test_a_lab_with_a_delay() -> None:
     words = ["--lab", "1x3", "--rate", "80mbit", "--delay", "20ms", "--payload", "12KB", "--planner", "weave"]

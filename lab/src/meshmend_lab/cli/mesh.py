@@ -28,12 +28,6 @@ app = typer.Typer(
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, if there are several.")]
 NameArgument = Annotated[str | None, typer.Argument(metavar="NAME", help="Which lab.", show_default="lab")]
 
-DELAYED_BY = {
-    "netem": "by the kernel's netem",
-    "relay": "by a relay process: this kernel has no netem",
-    None: "not yet in effect",
-}
-
 
 @app.command("up", cls=Command)
 @unbundled
@@ -153,22 +147,18 @@ def _show(lab: Lab, as_json: bool) -> None:
     first, last = lab.mesh.chip(0), lab.mesh.chip(lab.mesh.n_chips - 1)
     print_result(
         as_json,
-        {"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, **_delay_facts(lab), "namespaces": chips},
+        {"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, "delay": lab.delay, "namespaces": chips},
         f"lab {lab.name}: {lab.mesh}",
         {
             "chips": f"{lab.mesh.n_chips:,} live of {lab.mesh.size:,}",
             "cables": f"{lab.mesh.n_cables:,} of {lab.rate} each way"
             + (f", {len(lab.mesh.cable_rates):,} of them slower" if lab.mesh.has_slow_cables else ""),
-            **({"delay": f"{lab.delay} one way, at every hop, {DELAYED_BY[lab.delayed_by]}"} if lab.delay else {}),
+            **({"delay": f"{lab.delay} one way, at every hop"} if lab.delay else {}),
             "namespaces": f"{lab.namespace(first)} … {lab.namespace(last)}",
             "addresses": f"{lab.address(first)} … {lab.address(last)}",
             "next": "meshmend lab mesh run -- COMMAND, meshmend lab mesh down",
         },
     )
-
-
-def _delay_facts(lab: Lab | FoundLab) -> dict[str, Any]:
-    return {"delay": lab.delay, "delayed_by": lab.delayed_by}
 
 
 def _found_facts(lab: FoundLab) -> dict[str, Any]:
@@ -178,7 +168,7 @@ def _found_facts(lab: FoundLab) -> dict[str, Any]:
         "condition": lab.condition,
         "pid": lab.pid,
         "rate": lab.rate,
-        **_delay_facts(lab),
+        "delay": lab.delay,
         "namespaces": list(lab.namespaces),
         **mesh,
     }
@@ -192,7 +182,7 @@ def _show_found(labs: list[FoundLab]) -> None:
             ("condition", lambda lab: Text(lab.condition, style="green" if lab.condition == "up" else "yellow")),
             ("mesh", lambda lab: lab.mesh),
             ("rate", lambda lab: lab.rate),
-            ("delay", lambda lab: lab.delay if lab.delayed_by is None else f"{lab.delay} by {lab.delayed_by}"),
+            ("delay", lambda lab: lab.delay),
             ("namespaces", lambda lab: f"{len(lab.namespaces)}" + (f" of {lab.n_namespaces}" if lab.mesh else "")),
             ("made by", lambda lab: None if lab.pid is None else f"process {lab.pid}"),
         ],

@@ -10,7 +10,6 @@ from meshmend.topology import Mesh
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import namespaces
 from meshmend_lab.mesh.commands import listed_namespaces
-from meshmend_lab.mesh.delay import Delayer
 from meshmend_lab.mesh.journal import Journal, journal_names
 
 Condition = Literal["up", "being built", "half-built", "orphaned", "damaged"]
@@ -21,8 +20,8 @@ class FoundLab:
     """A lab, or what is left of one.
 
     `condition` is `up` if it is complete; `being built` (or changed) by a live process; `half-built` if that process
-    has ended, or if some namespaces or the process that delays frames are missing; `orphaned` if it has no journal or
-    no process; `damaged` if its journal cannot be read. `mesh`, `rate`, `delay`, what that comes from, and `pid` are
+    has ended, or if some namespaces are missing; `orphaned` if it has no journal or
+    no process; `damaged` if its journal cannot be read. `mesh`, `rate`, `delay` and `pid` are
     what the journal says, None where it says nothing.
     """
 
@@ -33,7 +32,6 @@ class FoundLab:
     rate: str | None = None
     pid: int | None = None
     delay: str | None = None
-    delayed_by: Delayer | None = None
 
     @property
     def n_namespaces(self) -> int | None:
@@ -58,15 +56,13 @@ def _look_at(name: str, there: tuple[str, ...]) -> FoundLab:
         return FoundLab(name, "damaged", there)
     if record is None:
         return FoundLab(name, "orphaned", there)
-    found = FoundLab(
-        name, "up", there, record.mesh, record.rate, record.pid, delay=record.delay, delayed_by=record.delayed_by
-    )
+    found = FoundLab(name, "up", there, record.mesh, record.rate, record.pid, record.delay)
     condition: Condition
     if record.stage != "up":
         condition = "being built" if record.process_lives else "half-built"
     elif record.temporary and not record.process_lives:
         condition = "orphaned"
-    elif len(there) != found.n_namespaces or namespaces.lacks_relay(record):
+    elif len(there) != found.n_namespaces:
         condition = "half-built"
     else:
         condition = "up"

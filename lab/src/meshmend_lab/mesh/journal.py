@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from meshmend.errors import MeshmendError
 from meshmend.topology import Mesh
 from meshmend_lab.errors import LabError
-from meshmend_lab.mesh.delay import DELAYERS, Delayer, delay_seconds
+from meshmend_lab.mesh.delay import delay_seconds
 
 FOLDER = Path("/run/meshmend")
 MAX_BYTES = 2**20
@@ -35,10 +35,7 @@ RATE = re.compile(r"[1-9]\d{0,5}[kmg]bit", re.ASCII)
 
 @dataclass(frozen=True)
 class Journal:
-    """The record of a lab. `token` distinguishes labs of the same name; `temporary` ones end with their process.
-
-    `delayed_by` is what gives the links their delay; None without one, and as long as the lab is being built.
-    """
+    """The record of a lab. `token` distinguishes labs of the same name; `temporary` ones end with their process."""
 
     name: str
     mesh: Mesh
@@ -49,7 +46,6 @@ class Journal:
     pid: int = field(default_factory=os.getpid)
     started: int = field(default_factory=lambda: _start_of(os.getpid()))
     delay: str | None = None
-    delayed_by: Delayer | None = None
 
     @property
     def path(self) -> Path:
@@ -73,7 +69,7 @@ class Journal:
         facts: dict[str, Any] = {
             **self.mesh.to_dict(),
             **{name: getattr(self, name) for name in ("rate", "stage", "temporary", "token", "pid", "started")},
-            **{name: getattr(self, name) for name in ("delay", "delayed_by")},
+            "delay": self.delay,
         }
         _make_folder()
         partial = FOLDER / f".{self.name}.{secrets.token_hex(4)}.part"
@@ -113,7 +109,7 @@ class Journal:
                 facts["stage"],
                 facts["temporary"],
                 *(facts[key] for key in ("token", "pid", "started")),
-                *(facts.get(key) for key in ("delay", "delayed_by")),  # older journals have none
+                delay=facts["delay"],
             )
             found._check()
         except FileNotFoundError:
@@ -137,7 +133,6 @@ class Journal:
             and isinstance(token, str)
             and all(type(number) is int and number > 0 for number in (self.pid, self.started))
             and (delay is None or (isinstance(delay, str) and delay_seconds(delay)))
-            and self.delayed_by in (None, *DELAYERS)
         )
         if not right:
             raise ValueError("a value is invalid")

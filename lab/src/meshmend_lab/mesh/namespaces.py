@@ -65,7 +65,6 @@ class Lab:
     rate: str
     token: str = field(default="", compare=False, repr=False)
     delay: str | None = None
-    delayed_by: delays.Delayer | None = field(default=None, compare=False)
 
     @classmethod
     def up(cls, mesh: Mesh, *, rate: str = "40mbit", delay: str | None = None, name: str = "lab") -> Lab:
@@ -85,12 +84,7 @@ class Lab:
             raise LabError(f"No lab named {name} is up. Create one: meshmend lab mesh up 4x4 --name {name}")
         if record is None or record.stage != "up":
             raise LabError(why_taken(name))
-        if lacks_relay(record):
-            raise LabError(
-                f"Lab {name!r} carries no packets, because the process that delays them has ended: remove it with "
-                f"`meshmend lab mesh down {name}`, and create it again."
-            )
-        return cls(name, record.mesh, record.rate, record.token, record.delay, record.delayed_by)
+        return cls(name, record.mesh, record.rate, record.token, record.delay)
 
     @classmethod
     @contextlib.contextmanager
@@ -133,13 +127,13 @@ class Lab:
     def _make(self, record: Journal) -> Lab:
         try:
             with self._locked() as commands:
-                made = replace(self, delayed_by=self._build(commands))
-                made.describe()
-                replace(record, stage="up", delayed_by=made.delayed_by).write()
+                self._build(commands)
+                self.describe()
+                replace(record, stage="up").write()
         except BaseException:
             self.down()
             raise
-        return made
+        return self
 
     def down(self) -> None:
         """Remove what this lab created: its namespaces, and with them cables, addresses and routes.
@@ -249,7 +243,7 @@ class Lab:
         """The name of the namespace in which frames wait, if the links have a delay."""
         return f"{PREFIX}{self.name}-{delays.SUFFIX}"
 
-    def _build(self, commands: Commands) -> delays.Delayer | None:
+    def _build(self, commands: Commands) -> None:
         mesh, names = self.mesh, self._interfaces
         chips = [mesh.chip(rank) for rank in range(mesh.n_chips)]
         commands.ip(*(f"netns add {self.namespace(chip)}" for chip in chips))
@@ -281,9 +275,8 @@ class Lab:
             commands.run("ip", "netns", "exec", self.namespace(chip), "sysctl", "-qw", *settings)
             commands.run("tc", "-n", self.namespace(chip), "-batch", "-", lines=self._limits(rank))
         self._route(commands)
-        if self.delay is None:
-            return None
-        return delays.connect(commands, self.delay_namespace, len(cables), self.delay, MTU)
+        if self.delay is not None:
+            delays.connect(commands, self.delay_namespace, len(cables), self.delay, MTU)
 
     def _limits(self, rank: int) -> list[str]:
         """Return what holds the links of a chip to their rates: a slow cable has its part of the lab's."""
@@ -314,11 +307,6 @@ def namespaces_of(name: str) -> list[str]:
     return [found for found in listed_namespaces(PREFIX) if re.fullmatch(f"{PREFIX}{re.escape(name)}{ENDING}", found)]
 
 
-def lacks_relay(record: Journal) -> bool:
-    """Whether a lab that is up needs a process to delay its frames, and that process has ended."""
-    return record.delayed_by == "relay" and delays.find_relay(f"{PREFIX}{record.name}-{delays.SUFFIX}") is None
-
-
 def remove(name: str, token: str | None = None) -> None:
     """Remove the namespaces of a lab, then its journal; with a token, only if the journal has it."""
     if token is None:
@@ -332,7 +320,6 @@ def remove(name: str, token: str | None = None) -> None:
             if token is None:
                 _leave_to_its_builder(name)
             there = namespaces_of(name)
-            delays.stop_relay(f"{PREFIX}{name}-{delays.SUFFIX}")
             if there:
                 Commands(lock).ip(*(f"netns del {namespace}" for namespace in there), force=True)
             if left := namespaces_of(name):
