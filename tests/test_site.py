@@ -191,7 +191,7 @@ def test_what_is_copied_can_be_pasted(page: str, site: str, browser: webdriver.C
     ("size", "scheme"), [(size, scheme) for size in (WIDE, NARROW) for scheme in ("light", "dark")]
 )
 def test_a_report_can_be_read(size: tuple[int, int], scheme: str, tmp_path: Path, browser: webdriver.Chrome) -> None:
-    """The page of `meshmend report`, opened as a file."""
+    """The page of `meshmend availability -o`, opened as a file."""
     study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=1)
     path = tmp_path / "report.html"
     path.write_text(write_report(study, [(1.0, study)], name="A machine"), encoding="utf-8")

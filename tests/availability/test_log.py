@@ -136,7 +136,7 @@ def test_people_see_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_report_says_where_its_rates_come_from(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    run("report", *SMALL, "--log", str(written(tmp_path, BY_HAND)), "--out", str(page))
+    run("availability", *SMALL, "--log", str(written(tmp_path, BY_HAND)), "-o", str(page))
     assert "failures.csv: 3 failures in 10.0 days" in page.read_text(encoding="utf-8")
 
 

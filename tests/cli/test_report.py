@@ -1,4 +1,4 @@
-"""`meshmend report`: one page, for the decision-maker."""
+"""`meshmend availability -o report.html`: one page, for the decision-maker."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("facts") / "report.html"
-    found = run_json("report", *SMALL, "--out", path)
-    assert found.pop("out") == str(path)
+    found = run_json("availability", *SMALL, "-o", path)
     assert path.is_file()
     assert found == run_json("availability", *SMALL)
     return found
@@ -70,7 +69,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    assert f"Written to {path}" in run("report", *SMALL, "--name", HOSTILE, "--out", str(path)).replace("\n", "")
+    assert f"Written to {path}" in run("availability", *SMALL, "--name", HOSTILE, "--output", str(path)).replace(
+        "\n", ""
+    )
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -115,7 +116,7 @@ def test_what_a_failure_costs(page: Page, facts: Any) -> None:
 
 
 def test_every_assumption_is_there_with_its_option_and_source(page: Page) -> None:
-    help_text = run("report", "--help")
+    help_text = run("availability", "--help")
     options = [row[2] for row in page.rows if len(row) == 4 and row[2].startswith("--")]
     assert len(options) == len(set(options)) == 26
     for option in options:

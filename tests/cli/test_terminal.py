@@ -47,7 +47,7 @@ def test_the_first_screen_of_the_help_is_one_screen(monkeypatch: pytest.MonkeyPa
     assert panels == {
         "Start here": ["plan", "verify", "compare", "draw", "run", "doctor", "studio"],
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
-        "Study": ["availability", "report", "route"],
+        "Study": ["availability", "route"],
         "Measure": ["compile", "bench"],
     }
     visible = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def write_report(study: Study, swept: Sequence[tuple[float, Study]], *, name: st
         "sweep_note": "Goodput in % with every mean time between failures scaled. Read it at your own machine's rate.",
         "assumptions": _assumptions(assumptions),
         "checks": _checks(study),
-        "made": f"Made by meshmend report; seed {study.seed}. The same options give the same page.",
+        "made": f"Made by meshmend availability; seed {study.seed}. The same options give the same page.",
     }
     text = (files("meshmend.availability") / "report.html").read_text(encoding="utf-8")
     # In one pass: braces in a name are not places to fill.

@@ -21,7 +21,6 @@ from meshmend.cli import (
     plan,
     prepare,
     quarantine,
-    report,
     route,
     run,
     store,
@@ -76,7 +75,6 @@ _add("watch", OPERATE, "a job and its goodput", watch.command)
 _add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
 _add("machine", OPERATE, "read a machine's files", machine.command)
 _add("availability", STUDY, "months with failures", availability.command)
-_add("report", STUDY, "one page on costs", report.command)
 _add("route", STUDY, "routes round holes", route.command)
 _add("compile", MEASURE, "for a TPU, without one", compile_command.command)
 _add("bench", MEASURE, "all-reduces on your chips", bench.command)

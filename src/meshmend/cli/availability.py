@@ -13,15 +13,19 @@ from meshmend.availability import Estimate, Outcome, Study
 from meshmend.availability.assumptions import SOURCES, name_payload
 from meshmend.availability.log import Duration, FailureLog, Rates
 from meshmend.availability.plot import plot
+from meshmend.availability.report import write_report
 from meshmend.availability.simulate import LOSSES
 from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
-from meshmend.cli.outputs import check_plot
+from meshmend.cli.outputs import check_output, check_plot
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_seconds
+from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_cable, name_shape
+
+PAGES = (".html", ".htm")
 
 
 def command(
@@ -31,20 +35,33 @@ def command(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="F", help="One page for the decision-maker: .html.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the machine is called on the page.")] = "",
     json: JsonOption = False,
 ) -> None:
     """Simulate months of operation under each failure policy, and report what each is worth.
 
     Quick repair, sub-mesh, hot spares, optical cubes, dynamic slices, elastic slices, fault-tolerant.
 
+    The page has the machine, the policies, the price of a failure, a sweep of failure rates, and every assumption with
+    its source. It needs no other file and no network, and prints well.
+
     Example: meshmend availability 32x32 --plot worth.svg
+    Example: meshmend availability 32x32 --price 3 -o report.html
     """
     options.check()
     check_plot("--plot", plot_to)
+    check_output("--output", page, PAGES)
+    if name and page is None:
+        raise ParameterError("--name is for the page: give --output F.html, too.")
     assumptions, logged = options.assumptions(machine, shape)
-    study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
+    study, swept = options.simulate(assumptions, swept=plot_to is not None or page is not None, as_json=json)
     if plot_to is not None:
         plot(study, swept, plot_to)
+    if page is not None:
+        page.write_text(write_report(study, swept, name=name), encoding="utf-8")
     facts = study_facts(study) | ({} if logged is None else {"log": _log_facts(*logged)})
     if json:
         print_json(facts)
@@ -54,6 +71,8 @@ def command(
     _show(study, facts["policies"])
     if plot_to is not None:
         print_line(f"Drawn to {plain(plot_to)}.")
+    if page is not None:
+        print_line(f"Written to {plain(page)}.")
 
 
 def study_facts(study: Study) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `meshmend availability` and `meshmend report` share: the options of a study, and running it."""
+"""The options of a study of `meshmend availability`, and running it."""
 
 from __future__ import annotations
 
