@@ -24,8 +24,9 @@ import pages
 from meshmend.cli import app
 from meshmend.errors import ParameterError, ScheduleFileError
 from meshmend.jax.compiling.ahead_of_time import CompilerError, compile_step, has_libtpu, slice_fabric
-from meshmend.schedule.lanes import lower, with_bystanders
+from meshmend.schedule.lanes import lower
 from meshmend_lab.export.artefact import DeviceTables, Payload, read_artefact
+from meshmend_lab.export.bystanders import with_bystanders
 from meshmend_lab.export.exporting import check_program, export_artefact, exported, summing, versions_here
 from random_schedules import random_schedule
 

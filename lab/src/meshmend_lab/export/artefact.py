@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from meshmend.errors import MeshError, ParameterError, ScheduleError, ScheduleFileError, VerificationError
 from meshmend.files import write_whole
 from meshmend.schedule import Collective, Schedule
-from meshmend.schedule.lanes import Lowered, lower, stays_folded, with_bystanders
+from meshmend.schedule.lanes import Lowered, lower, stays_folded
 from meshmend.schedule.serialize import MAX_BYTES, open_regular, read_npz, save
 from meshmend.schedule.verify import Proof, verify
+from meshmend_lab.export.bystanders import with_bystanders
 
 __all__ = ["Artefact", "read_artefact"]
 

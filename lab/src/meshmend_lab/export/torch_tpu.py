@@ -28,8 +28,9 @@ import torch.distributed as dist
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.extras import require
 from meshmend.schedule import Collective, Schedule
-from meshmend.schedule.lanes import Lowered, lower, with_bystanders
+from meshmend.schedule.lanes import Lowered, lower
 from meshmend.schedule.verify import ensure_proven
+from meshmend_lab.export.bystanders import with_bystanders
 
 if TYPE_CHECKING:
     import jax
