@@ -70,11 +70,10 @@ def test_a_described_machine_brings_its_hardware_and_its_slow_cables(command: st
     out = ("--out", str(tmp_path / "report.html")) if command == "report" else ()
     words = [command, "--machine", path, "--payload", "100MB", *QUICK, *out]
     found = commandline.run_json(*words)
-    # A failed chip's own cables are as fast as others once it is repaired.
-    machine = Mesh("4x4", cable_rates={cable: rate for cable, rate in rates.items() if cable != "0,2-0,3"})
+    machine = Mesh("4x4", cable_rates=rates)  # a slow cable of a failed chip stays slow once the chip is repaired
     seconds = predict(plan(machine, payload_bytes=1e8, hardware="tpu-v6e-xla"), 1e8, "tpu-v6e-xla").seconds
     assert found["assumptions"]["hardware"]["name"] == "tpu-v6e-xla"
-    assert len(found["cable_rates"]) == 11
+    assert found["cable_rates"] == rates
     assert found["all_reduce_seconds"] == pytest.approx(seconds, rel=0.05)
     other = commandline.run_json(*words, "--hardware", "tpu-v6e")
     assert other["assumptions"]["hardware"]["name"] == "tpu-v6e"
