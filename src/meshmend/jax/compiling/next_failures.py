@@ -36,6 +36,7 @@ from meshmend.jax.program import Program
 from meshmend.jax.state.gather import compile_gather
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import compile_cut
+from meshmend.jax.state.voting import compile_vote
 from meshmend.jax.training import TrainStep
 
 
@@ -85,6 +86,7 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
         step = lowered.compile()
         layout.programs["cut"] = compile_cut(layout, params, state)
         layout.programs["gather"] = compile_gather(layout)
+        layout.programs["vote"] = compile_vote(fabric)
     return CompiledTrainStep(program, layout, _digest(lowered), init, step)
 
 

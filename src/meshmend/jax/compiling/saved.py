@@ -280,7 +280,7 @@ def _load(body: memoryview, fabric: Fabric, program: Program) -> CompiledTrainSt
         for which, (executable, in_tree, out_tree) in written.items():
             used = leaders if which == "gather" else devices
             loaded[which] = deserialize_and_load(executable, in_tree, out_tree, execution_devices=used)
-        programs = {which: loaded.pop(which, None) for which in ("cut", "gather")}
+        programs = {which: loaded.pop(which, None) for which in ("cut", "gather", "vote")}
         layout = replace(layout, fabric=fabric, programs=programs)
         return CompiledTrainStep(program, layout, hlo, loaded["init"], loaded["step"])
     except Exception as error:  # whatever another version, another machine or a missing class raises

@@ -20,14 +20,15 @@ from meshmend.jax.state.disk import Disk, as_path
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.gather import NeededParts, gather
-from meshmend.jax.state.interval import LARGE_LOSS_S, LARGEST_SLOWDOWN, NOTICED_AFTER, CopyInterval
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
 from meshmend.jax.state.memory import Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
+from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.trust import Trust
+from meshmend.jax.state.voting import Ballot, read_vote
 
 LOGGER = logging.getLogger(__name__)
 WRITTEN_WITHIN_S = 10.0
@@ -106,8 +107,8 @@ class Keeper:
         self._trust = Trust.of(self._untrusted)
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
-        self._interval = CopyInterval(memory_every, 0)
-        self._told_interval = False
+        self._table = Timetable(0)
+        self._ballot: Ballot | None = None
         self._noted_interval = 0
         self._damaged: set[int] = set()
         self._kept_step = 0
@@ -160,6 +161,7 @@ class Keeper:
             facts |= {"source": found.source, "step": found.step}
         if self.memory_every:
             with self.session.timeline.timed("compile"):
+                self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
                 self._mirror = Mirror(
                     self.layout,
                     self.memory,
@@ -167,9 +169,15 @@ class Keeper:
                     self.session.timeline,
                     self.session.give_up,
                     run=str(everybody[0]["run"]),
+                    vote=self._ballot,
                 )
                 self._mirror.compile(found.params, found.state)
-            self._interval = CopyInterval(self.memory_every, found.step)
+            self._table = Timetable(
+                self.memory_every,
+                found.step,
+                leads=self.session.launch.process == 0,
+                shares_cores=self.layout.fabric.platform == "cpu",
+            )
             if self._verified > 0:
                 self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
@@ -209,17 +217,18 @@ class Keeper:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
         if self.checkpoints is not None:
             self.checkpoints.look()
-        mirror, interval = self._mirror, self._interval
-        if mirror is not None:
-            must = pin or (save and self.checkpoints is None)
-            if interval.due(step, is_writing=mirror.is_writing) or must:
-                if pin:
-                    self.memory.pinned |= {step}
-                wanted, waits = interval.wanted(is_writing=mirror.is_writing), must or not interval.is_auto
-                given = (step, params, state, extra, self._verified)
-                interval.begun(step, mirror.keep(*given, waits=waits, interval=wanted))
-                self._kept_step = step
-                self._tell_interval(step)
+        mirror, table = self._mirror, self._table
+        table.tick(step, read_vote)
+        must = pin or (save and self.checkpoints is None)
+        if mirror is not None and (must or table.copy_due(step)):
+            if pin:
+                self.memory.pinned |= {step}
+            waits = must or not table.is_auto
+            mirror.keep(step, params, state, extra, self._verified, waits=waits, table=table)
+            self._kept_step = step
+            self._tell_interval(step)
+        elif self._ballot is not None and table.vote_due(step):
+            table.voted(step, self._ballot(table.wishes()))
         if self.checkpoints is not None and (save or step % self.disk_every == 0):
             self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
 
@@ -231,22 +240,24 @@ class Keeper:
 
     def _tell_interval(self, step: int) -> None:
         """Note how often copies are kept whenever that has changed much, and say so once it is known what they cost."""
-        interval, every = self._interval, self._interval.agreed
-        slower = None if interval.cost is None else interval.cost / every
-        if not 0.8 < every / (self._noted_interval or 1e-9) < 1.25:
-            self._noted_interval = every
-            facts = {} if slower is None else {"slowdown": round(slower, 4)}
-            self.session.timeline.note("copies", step=step, every=every, **facts)
-        if slower is None or slower > LARGEST_SLOWDOWN or self._told_interval or self.session.launch.process:
+        table, every = self._table, self._table.every
+        if every == NEVER or 0.8 < every / (self._noted_interval or 1e-9) < 1.25:
             return
-        self._told_interval = True
+        is_first, self._noted_interval = not self._noted_interval, every
+        facts = (
+            {} if table.cost is None else {"cut_s": round(table.cost.cut_s, 4), "write_s": round(table.cost.write_s, 4)}
+        )
+        at_risk_s = table.at_risk_s
+        self.session.timeline.note("copies", step=step, every=every, at_risk_s=round(at_risk_s, 3), **facts)
+        if not is_first or not table.is_auto or self.session.launch.process:
+            return
         LOGGER.log(
-            logging.WARNING if interval.at_risk_s > LARGE_LOSS_S else logging.INFO,
-            "Copies in memory after every %d steps slow down training by %.1f %%; the loss of a host costs up to %d "
-            "steps. Job(memory_every=…) sets another number of steps.",
+            logging.WARNING if at_risk_s > LARGE_LOSS_S else logging.INFO,
+            "Copies in memory after every %d steps take at most %d %% of the time; the failure of a host costs up to "
+            "%d steps. Job(memory_every=…) sets another number of steps.",
             every,
-            100 * slower,
-            every + NOTICED_AFTER,
+            round(100 * LARGEST_SLOWDOWN),
+            table.at_risk,
         )
 
     def verify(self, step: int) -> None:

@@ -72,7 +72,7 @@ class StateLayout:
     """The user's own tree, of `UserArray`: what is saved on disk."""
     outline: Outline = field(repr=False)
     programs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What is compiled for it already: "cut", which makes copies, and "gather", which sends them to all hosts."""
+    """What is compiled for it already: "cut", which makes copies, "gather", which sends them to hosts, and "vote"."""
 
     @classmethod
     def of(cls, training: TrainStep, program: Program, params: Tree) -> StateLayout:

@@ -46,6 +46,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes that are summed and written at a time: they stay in the cache."""
 WRITERS = 2
 """Threads that write a copy: one alone is slower than memory."""
+SHARED_FROM_BYTES = 8 << 20
+"""Bytes of a copy from which they share the work: a smaller one is written before they have begun."""
 LONGEST_HEADER = 256 << 20
 """Bytes; a longer header is damage, and not worth reading."""
 KIND = "copy in memory"
@@ -152,8 +154,12 @@ class HostMemory:
                 parts = [rows[position] for rows in copy.parts.values()]
                 return _write_slice(file.fileno(), begin + position * n_bytes, parts, *copy.outline.slices[which])
 
-            with ThreadPoolExecutor(WRITERS, "meshmend-copy") as threads:
-                checksums = list(threads.map(write_slice, range(len(copy.devices) * SLICES)))
+            n_slices = len(copy.devices) * SLICES
+            if len(copy.devices) * n_bytes < SHARED_FROM_BYTES:
+                checksums = [write_slice(number) for number in range(n_slices)]
+            else:
+                with ThreadPoolExecutor(WRITERS, "meshmend-copy") as threads:
+                    checksums = list(threads.map(write_slice, range(n_slices)))
             file.write(_header(facts, checksums))
             file.truncate(begin + len(copy.devices) * n_bytes)
         unfinished.replace(self.folder / copy.name)

@@ -5,14 +5,14 @@ all devices have alike), and sends it to a device of another host: one permute o
 for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
 steps run.
 
-The same function tells every host whether another one is late, still writing the copy before: then all leave this copy
-out, and nobody waits. So no host has the data of a copy before every host has written the one before.
+A vote before it (`voting`) tells every host whether another one is late, still writing the copy before: then all leave
+this copy out, and nobody waits. So no host writes a copy before every host has written the one before.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -29,15 +29,15 @@ from scipy.optimize import linear_sum_assignment
 
 from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.state.fetch import fetch, wait_for
+from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.sources import UNCHECKED
+from meshmend.jax.state.timetable import Timetable, Vote
+from meshmend.jax.state.voting import Outcome, read_vote
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
-AGREED_AFTER = 3
-"""Steps after which the proposals of all hosts are looked at: they are there by then, and nobody waits for devices."""
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
@@ -109,12 +109,14 @@ class Mirror:
         on_failure: Callable[[BaseException], Any] = lambda _: None,
         *,
         run: str,
+        vote: Callable[[Vote], Outcome],
     ) -> None:
         self.layout = layout
         self.memory = memory
         self.attempt = attempt
         self.run = run
         self.timeline = timeline
+        self.vote = vote
         self.on_failure = on_failure
         """Called with an error by the thread that writes: the one that trains may be blocked in the next step."""
         self.host_of_chip = hosts_of_chips(layout.fabric)
@@ -128,7 +130,6 @@ class Mirror:
         self._cut: Any = layout.programs.get("cut")
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
-        self._agreed: deque[tuple[int, jax.Array]] = deque()
 
     def compile(self, params: Tree, state: Tree) -> None:
         """Compile ahead of the first copy, unless that was done."""
@@ -149,27 +150,25 @@ class Mirror:
         verified: int = UNCHECKED,
         *,
         waits: bool = True,
-        interval: int = 1,
-    ) -> int | None:
+        table: Timetable | None = None,
+    ) -> None:
         """Keep a copy of a step, which is written while the next ones run; the arrays may be donated right away.
 
         If the copy before is still being written, on any host, this one `waits` for it, or is left out on all hosts.
-        `interval` is what this host proposes, in steps: returns the largest of all hosts from the last copy that is
-        at least `AGREED_AFTER` steps old, the same on all of them; None if there is none.
+        The vote of `table` goes with it, and it is told what the copy costs.
         """
+        table = table or Timetable(1)
         is_late = self.is_writing and not waits
         if not is_late:
             self.wait()
-        parts, agreed = self._cut(params, state, make_proposal(self.layout.fabric, is_late, interval))
-        for array in [] if is_late else jax.tree.leaves(parts):
-            array.copy_to_host_async()
+        outcome = self.vote(table.wishes()._replace(is_late=int(is_late)))
+        parts = self._cut(params, state)
+        table.voted(step, outcome)
+        table.copied(step)
         if not is_late:
-            self._writing = self._writer.submit(self._write, step, parts, agreed, extra, verified)
-        self._agreed.append((step, agreed))
-        found: int | None = None
-        while self._agreed[0][0] + AGREED_AFTER <= step:
-            found = int(fetch(self._agreed.popleft()[1])[1])
-        return found
+            for array in jax.tree.leaves(parts):
+                array.copy_to_host_async()
+            self._writing = self._writer.submit(self._write, step, parts, outcome, extra, verified, table)
 
     def wait(self) -> None:
         """Return when everything is written; raise what went wrong."""
@@ -177,15 +176,19 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: Parts, agreed: jax.Array, extra: Tree, verified: int) -> None:
+    def _write(self, step: int, parts: Parts, outcome: Outcome, extra: Tree, verified: int, table: Timetable) -> None:
         try:
-            wait_for((parts, agreed))
-            if fetch(agreed)[0]:
+            # Devices cut the copy when they have voted. Nothing is written before all hosts have.
+            if read_vote(outcome).is_late:
                 self.timeline.note("copy skipped", step=step)
                 return
+            table.copy_begins()
+            wait_for(parts)
+            table.copy_is_cut()
             me = jax.process_index()
             copy = copy_of(parts, self.layout, self.host_of_chip, me, self.attempt, step, extra, self.run)
             n_bytes = self.memory.write(replace(copy, verified=verified))
+            table.copy_is_written()
         except BaseException as error:
             self.on_failure(error)
             raise
@@ -287,33 +290,5 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
 def compile_cut(
     layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None
 ) -> jax.stages.Compiled:
-    """Compile the function from (params, state, proposals) to parts, and to the largest proposal of all devices.
-
-    A device's proposal is whether to leave this copy out, as its host is late, and how many steps apart copies are.
-    """
-    fabric, parts_of = layout.fabric, make_parts_fn(layout, host_of_chip)
-
-    def largest_of(proposal: jax.Array) -> jax.Array:
-        found: jax.Array = lax.pmax(proposal[0], fabric.axes)
-        return found
-
-    largest = jax.shard_map(
-        largest_of,
-        mesh=fabric.jax_mesh,
-        in_specs=PartitionSpec(fabric.axes),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-
-    def cut(params: Tree, state: Tree, proposals: jax.Array) -> tuple[Parts, jax.Array]:
-        return parts_of(params, state), largest(proposals)
-
-    shape = (fabric.jax_mesh.devices.size, 2)
-    proposals = jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
-    return fabric.jit(cut).lower(params, state, proposals).compile()
-
-
-def make_proposal(fabric: Fabric, is_late: bool, interval: int) -> jax.Array:
-    """Return this host's proposal on its devices, as a part of the array of all hosts'."""
-    sharding, mine = fabric.sharding(fabric.axes), np.array([[is_late, interval]], np.int32)
-    return jax.make_array_from_callback((fabric.jax_mesh.devices.size, 2), sharding, lambda _: mine)
+    """Compile the function from (params, state) to parts."""
+    return layout.fabric.jit(make_parts_fn(layout, host_of_chip)).lower(params, state).compile()
