@@ -161,7 +161,7 @@ class Mirror:
         is_late = self.is_writing and not waits
         if not is_late:
             self.wait()
-        outcome = self.vote(table.wishes()._replace(is_late=int(is_late)))
+        outcome = self.vote(table.wishes(is_late=is_late))
         parts = self._cut(params, state)
         table.voted(step, outcome)
         table.copied(step)

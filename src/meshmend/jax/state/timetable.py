@@ -118,13 +118,13 @@ class Timetable:
         """Whether to vote after this step, where there is no copy, which comes with a vote."""
         return step >= self._next_vote
 
-    def wishes(self) -> Vote:
+    def wishes(self, *, is_late: bool = False) -> Vote:
         """Return what this process wants now."""
         if not self.is_auto:
-            return Vote()
+            return Vote(is_late)
         # The first steps seem short: a loop waits for a step only when two more are under way.
         vote_in = min(self._in_steps(VOTE_EVERY_S), max(1, self._n_ticks)) if self._leads else 0
-        return Vote(every=NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in=vote_in)
+        return Vote(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in)
 
     def voted(self, step: int, outcome: Any) -> None:
         """Take in a vote after this step, whose outcome `tick` reads later."""

@@ -44,7 +44,7 @@ def compile_vote(fabric: Fabric) -> jax.stages.Compiled:
 
 def like_votes(fabric: Fabric) -> jax.ShapeDtypeStruct:
     """Return the shape of all votes: one row per device, that of its process."""
-    shape = (fabric.jax_mesh.devices.size, len(Vote._fields))
+    shape = (fabric.jax_mesh.devices.size, len(Vote()))
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
 
 
