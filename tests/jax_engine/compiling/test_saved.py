@@ -31,8 +31,8 @@ from meshmend.jax.job import initialize_alone
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.run import TrainingRun
 from meshmend.jax.state.layout import put as put_on
-from meshmend.jax.state.timetable import Vote
-from meshmend.jax.state.voting import Ballot, read_vote
+from meshmend.jax.state.timetable import Wishes
+from meshmend.jax.state.voting import Ballot
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch.signing import FILE_KEY, KEY_ENDS
 
@@ -85,7 +85,7 @@ def train(compiled: CompiledTrainStep, n_steps: int = 3) -> bytes:
     for _ in range(n_steps):
         params, state, _ = compiled.step(params, state, next(batches))
     compiled.layout.programs["cut"](params, state)
-    assert read_vote(Ballot(fabric, compiled.layout.programs["vote"])(Vote(every=3))) == Vote(every=3)
+    assert Ballot(fabric, compiled.layout.programs["vote"])(Wishes(every=3))() == Wishes(every=3)
     return np.asarray(params).tobytes()
 
 

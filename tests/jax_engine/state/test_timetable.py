@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
-from meshmend.jax.state.timetable import FIRST_AFTER, LARGEST_SLOWDOWN, VOTE_EVERY_S, Timetable, Vote
+from meshmend.jax.state.timetable import FIRST_AFTER, LARGEST_SLOWDOWN, VOTE_EVERY_S, Timetable, Wishes
 
 CALLERS = [(0, 0.0), (8, 5.0), (10, 5.0), (20, 5.0), (50, 5.0), (100, 30.0), (5, 1.0)]
 """What the body of the caller's loop does: after every so many steps, it takes so many seconds."""
@@ -52,15 +52,15 @@ class Loop:
                     self.now = at
                     table.copy_is_written()
                     self.now = began
-                table.tick(step, lambda votes: Vote(*map(max, zip(*votes, strict=True))))
+                table.tick(step)
             assert len({table.copy_due(step) for table in tables}) == 1, "hosts must agree on the copies"
             assert len({table.vote_due(step) for table in tables}) == 1, "and on the votes"
             due = tables[0].copy_due(step) or tables[0].vote_due(step)
-            wishes = [table.wishes() for table in tables] if due else []
+            wishes = Wishes(*map(max, zip(*(table.wishes() for table in tables), strict=True))) if due else Wishes()
             if tables[0].copy_due(step):
                 is_late = any(at > self.now for at in written_at)
                 for table in tables:
-                    table.voted(step, wishes)
+                    table.voted(step, partial(Wishes, *wishes))
                     table.copied(step)
                     if not is_late:
                         table.copy_begins()
@@ -73,7 +73,7 @@ class Loop:
             elif due:
                 self.votes.append(step)
                 for table in tables:
-                    table.voted(step, wishes)
+                    table.voted(step, partial(Wishes, *wishes))
             every, seconds = self.caller
             if every and step % every == 0:
                 self.now += seconds

@@ -28,7 +28,7 @@ from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.trust import Trust
-from meshmend.jax.state.voting import Ballot, read_vote
+from meshmend.jax.state.voting import Ballot
 
 LOGGER = logging.getLogger(__name__)
 WRITTEN_WITHIN_S = 10.0
@@ -218,7 +218,7 @@ class Keeper:
         if self.checkpoints is not None:
             self.checkpoints.look()
         mirror, table = self._mirror, self._table
-        table.tick(step, read_vote)
+        table.tick(step)
         must = pin or (save and self.checkpoints is None)
         if mirror is not None and (must or table.copy_due(step)):
             if pin:

@@ -33,8 +33,7 @@ from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.sources import UNCHECKED
-from meshmend.jax.state.timetable import Timetable, Vote
-from meshmend.jax.state.voting import Outcome, read_vote
+from meshmend.jax.state.timetable import Outcome, Timetable, Wishes
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
@@ -109,7 +108,7 @@ class Mirror:
         on_failure: Callable[[BaseException], Any] = lambda _: None,
         *,
         run: str,
-        vote: Callable[[Vote], Outcome],
+        vote: Callable[[Wishes], Outcome],
     ) -> None:
         self.layout = layout
         self.memory = memory
@@ -179,7 +178,7 @@ class Mirror:
     def _write(self, step: int, parts: Parts, outcome: Outcome, extra: Tree, verified: int, table: Timetable) -> None:
         try:
             # Devices cut the copy when they have voted. Nothing is written before all hosts have.
-            if read_vote(outcome).is_late:
+            if outcome().is_late:
                 self.timeline.note("copy skipped", step=step)
                 return
             table.copy_begins()

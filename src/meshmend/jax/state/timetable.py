@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 LARGEST_SLOWDOWN = 0.03
 """How much copies may slow down training: the share of its time that they cost."""
@@ -38,8 +38,8 @@ NEVER = 1 << 30
 """Steps until something that nobody can say yet."""
 
 
-class Vote(NamedTuple):
-    """What a process wants, or the largest wish of all; `vote_in` is the wish of process 0 alone, and 0 of others."""
+class Wishes(NamedTuple):
+    """A process's vote, or the largest of all; `vote_in` is the wish of process 0 alone, and 0 of others."""
 
     is_late: int = 0
     """Whether to leave out the copy that comes with this vote: the one before it is still being written."""
@@ -47,6 +47,10 @@ class Vote(NamedTuple):
     """Steps between copies."""
     vote_in: int = 0
     """Steps to the next vote."""
+
+
+Outcome = Callable[[], Wishes]
+"""Reads the largest wishes of a vote; waits for them if they are not there."""
 
 
 class CopyCost(NamedTuple):
@@ -84,7 +88,7 @@ class Timetable:
         self._copied, self._has_copied = step, False
         self._next_vote = step + FIRST_AFTER if self.is_auto else NEVER
         self._vote_in = FIRST_AFTER
-        self._votes: deque[tuple[int, Any]] = deque()
+        self._votes: deque[tuple[int, Outcome]] = deque()
         """Step and outcome of the votes that nobody has looked at."""
         self._n_ticks, self._ticked = 0, 0.0
         self._steps: deque[float] = deque(maxlen=64)
@@ -95,7 +99,7 @@ class Timetable:
         """When that thread began with the copy that is not written yet, and when devices had cut it."""
         self._cut: float | None = None
 
-    def tick(self, step: int, read: Callable[[Any], Vote]) -> None:
+    def tick(self, step: int) -> None:
         """Count a step, and act on the votes that are known by now, the same on all processes."""
         now = self._clock()
         if self._n_ticks:
@@ -103,7 +107,7 @@ class Timetable:
         self._ticked, self._n_ticks = now, self._n_ticks + 1
         while self._votes and self._votes[0][0] + KNOWN_AFTER <= step:
             at, outcome = self._votes.popleft()
-            agreed = read(outcome)
+            agreed = outcome()
             self._vote_in = max(1, agreed.vote_in)
             self._next_vote = min(self._next_vote, at + self._vote_in)
             self.every = agreed.every if self.is_auto else self.every
@@ -118,15 +122,15 @@ class Timetable:
         """Whether to vote after this step, where there is no copy, which comes with a vote."""
         return step >= self._next_vote
 
-    def wishes(self, *, is_late: bool = False) -> Vote:
+    def wishes(self, *, is_late: bool = False) -> Wishes:
         """Return what this process wants now."""
         if not self.is_auto:
-            return Vote(is_late)
+            return Wishes(is_late)
         # The first steps seem short: a loop waits for a step only when two more are under way.
         vote_in = min(self._in_steps(VOTE_EVERY_S), max(1, self._n_ticks)) if self._leads else 0
-        return Vote(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in)
+        return Wishes(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in)
 
-    def voted(self, step: int, outcome: Any) -> None:
+    def voted(self, step: int, outcome: Outcome) -> None:
         """Take in a vote after this step, whose outcome `tick` reads later."""
         if self.is_auto:
             self._votes.append((step, outcome))

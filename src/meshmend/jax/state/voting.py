@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import jax
 import numpy as np
 from jax import lax
@@ -11,9 +9,7 @@ from jax.sharding import PartitionSpec
 
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.fetch import fetch
-from meshmend.jax.state.timetable import Vote
-
-Outcome = Annotated[jax.Array, "int32[V]"]
+from meshmend.jax.state.timetable import Outcome, Wishes
 
 
 class Ballot:
@@ -23,11 +19,11 @@ class Ballot:
         self.fabric = fabric
         self._count = compiled or compile_vote(fabric)
 
-    def __call__(self, vote: Vote) -> Outcome:
+    def __call__(self, wishes: Wishes) -> Outcome:
         """Give this process's vote; return the outcome, which is there when the devices have come to it."""
-        like, mine = like_votes(self.fabric), np.array([vote], np.int32)
-        outcome: jax.Array = self._count(jax.make_array_from_callback(like.shape, like.sharding, lambda _: mine))
-        return outcome
+        like, mine = like_votes(self.fabric), np.array([wishes], np.int32)
+        largest: jax.Array = self._count(jax.make_array_from_callback(like.shape, like.sharding, lambda _: mine))
+        return lambda: Wishes(*fetch(largest).tolist())
 
 
 def compile_vote(fabric: Fabric) -> jax.stages.Compiled:
@@ -44,10 +40,5 @@ def compile_vote(fabric: Fabric) -> jax.stages.Compiled:
 
 def like_votes(fabric: Fabric) -> jax.ShapeDtypeStruct:
     """Return the shape of all votes: one row per device, that of its process."""
-    shape = (fabric.jax_mesh.devices.size, len(Vote()))
+    shape = (fabric.jax_mesh.devices.size, len(Wishes()))
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
-
-
-def read_vote(outcome: Outcome) -> Vote:
-    """Return the outcome of a vote; wait for it if it is not there."""
-    return Vote(*fetch(outcome).tolist())
