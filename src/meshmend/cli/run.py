@@ -25,7 +25,16 @@ from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.files import locked
 from meshmend.launch.agent import name_code
-from meshmend.launch.environment import SHARED, find_host_index, find_hosts, find_job, find_secret, find_store
+from meshmend.launch.environment import (
+    DOMAIN,
+    SHARED,
+    find_domain,
+    find_host_index,
+    find_hosts,
+    find_job,
+    find_secret,
+    find_store,
+)
 from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
@@ -79,6 +88,15 @@ def command(
         list[str] | None,
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option(
+            "--domain",
+            metavar="NAME",
+            help="What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
+            "host, as in a,a,b,b. [or MESHMEND_DOMAIN, Slurm's topology]",
+        ),
+    ] = None,
     metrics: MetricsOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
@@ -116,6 +134,7 @@ def command(
             hosts=hosts,
             max_restarts=restarts,
             warm=not cold,
+            domain=domain,
         )
         metrics = check_metrics(metrics, shared)
         if local is not None:
@@ -148,6 +167,7 @@ class _Asked:
     hosts: str | None
     max_restarts: int
     warm: bool
+    domain: str | None
 
     def cut(self, host: str) -> Hosts:
         """Return the hosts of the machine, each with so many chips."""
@@ -162,7 +182,13 @@ def _local_job(asked: _Asked, kill: Iterable[str], secret: str) -> Callable[[], 
     check_kills(kills, machine, least)
     if most != len(machine):
         raise LaunchError(f"--hosts is {asked.hosts!r}, but --local {asked.shape} makes {len(machine)} hosts.")
-    return partial(_run_locally, asked, machine, least, kills, secret)
+    domains = (asked.domain or "").split(",") if asked.domain else [""] * len(machine)
+    if len(domains) != len(machine):
+        raise LaunchError(
+            f"--domain is {asked.domain!r}, expected a name for each of the {len(machine)} hosts, as in a,a,b,b. Leave "
+            "a name empty where a host has none."
+        )
+    return partial(_run_locally, asked, machine, least, kills, secret, domains)
 
 
 def _host_of_cluster(
@@ -188,7 +214,7 @@ def _host_of_cluster(
         hosts=find_hosts(asked.hosts, None if machine is None else len(machine)),
         job=find_job(job),
         machine="" if machine is None else str(machine),
-        environment=worker_environment(machine, number, shared, asked.machine),
+        environment=worker_environment(machine, number, shared, asked.machine) | {DOMAIN: find_domain(asked.domain)},
         timeline="" if shared is None else str(timeline_of(shared, number)),
         address=address or "",
         max_restarts=asked.max_restarts,
@@ -302,7 +328,9 @@ def _telling_of_interrupts(screen: Screen, job: Watch | None) -> Iterator[None]:
         raise
 
 
-def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str) -> None:
+def _run_locally(
+    asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str, domains: Sequence[str]
+) -> None:
     screen, began = Screen(len(machine)), time.time()
     folder = (asked.shared or Path(SHARED)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -328,6 +356,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
             warm=asked.warm,
             machine=asked.machine,
             secret=secret,
+            environment=lambda host: {DOMAIN: domains[host]},
             on_line=screen.line,
             on_event=screen.event,
         )

@@ -16,6 +16,8 @@ from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
 """Where a worker finds how many hosts a round needs at least."""
+DOMAIN = "MESHMEND_DOMAIN"
+"""Where a worker finds the failure domain of its host."""
 SHARED = "shared"
 """The folder of a job on this machine alone, where none is given."""
 HOST_VARIABLES = {
@@ -44,6 +46,18 @@ def find_host_index(given: str | None, environment: Mapping[str, str] | None = N
             "coordinate of its first chip, as in --host-index 5 or --host-index 4,2."
         )
     return found[0]
+
+
+def find_domain(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the failure domain of this host, the name of what fails with it (a rack, a power feed); "" if unknown.
+
+    >>> find_domain(None, {"SLURM_TOPOLOGY_ADDR": "row1.rack7.node3"})
+    'row1.rack7'
+    """
+    env = os.environ if environment is None else environment
+    found = given or env.get(DOMAIN)
+    # The last part is the node itself; where Slurm knows no topology, there is no other.
+    return found or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
 def find_store(given: str | None, environment: Mapping[str, str] | None = None) -> str:

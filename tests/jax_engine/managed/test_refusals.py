@@ -55,7 +55,7 @@ def changed(name: str, value: Any) -> Callable[[Any], Any]:
     [
         ({"global_batch": 0}, "global_batch is 0, expected a number of samples per step of at least 1"),
         ({"global_batch": 2.5}, "global_batch is 2.5"),
-        ({"memory_every": -1}, "memory_every is -1, expected a number of steps, or 0 for never"),
+        ({"memory_every": -1}, "memory_every is -1, expected a number of steps, 0 for never"),
         ({"disk_every": True}, "disk_every is True"),
     ],
 )

@@ -32,6 +32,7 @@ from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.private import joined_as
 from meshmend.jax.state import Resumed
+from meshmend.jax.state.keeper import DISK_EVERY
 from meshmend.launch.environment import SHARED
 from meshmend.planning import Planner
 
@@ -51,9 +52,10 @@ class Job:
     `inner` names, as in {"fsdp": 2, "tensor": 2}; `train` then takes its `shardings`. Tiles are cut anew after each
     restart, and one that lost a chip is a hole.
 
-    Hosts keep copies of the state in memory: by default as often as slows down training by at most 3 %, which the job
-    measures, or after every `memory_every` steps. Every `disk_every` steps and at the end there is a checkpoint in
-    `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); 0 leaves either out.
+    Hosts keep copies of the state in memory: by default as often as takes at most 3 % of the time, which the job
+    measures, or after every `memory_every` steps. Every `disk_every`, a time or a number of steps, and at the end there
+    is a checkpoint in `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); by time, the
+    first one comes after a minute. 0 leaves either out.
     Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
     that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
     path. `planner` is as in `meshmend.plan`; one that could not serve what the loss of a host would leave is refused at
@@ -88,7 +90,7 @@ class Job:
         planner: str | Planner = "auto",
         hardware: str | Hardware | None = None,
         memory_every: int | str = "auto",
-        disk_every: int = 100,
+        disk_every: int | str = DISK_EVERY,
         disk: str | Path | None = None,
         start_from: str | Path | None = None,
         compile_ahead: bool = True,
