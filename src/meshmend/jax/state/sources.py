@@ -6,7 +6,7 @@ and all move on to the next if it fails on any of them.
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,13 +51,19 @@ class Source:
     @cached_property
     def providers(self) -> dict[tuple[int, int], int]:
         """For each part and slice of it, the process that may send it to others: all of them about as many."""
-        found, n_slices = dict[tuple[int, int], int](), Counter[int]()
-        for part in sorted(self.holders, key=lambda part: (len(self.holders[part]), part)):
-            least_first = sorted(self.holders[part], key=lambda process: (n_slices[process], process))
-            n_of_part = self.slices[part >= self.n_shares]
-            senders = list(itertools.islice(itertools.cycle(least_first), n_of_part))
-            found |= {(part, which): process for which, process in enumerate(senders)}
-            n_slices.update(senders)
+        found, n_sent = dict[tuple[int, int], int](), Counter[int]()
+        # By those who have a part: how many slices each of them sends, and who; what is outdated is put in order later.
+        queues = {tuple(processes): [(0, process) for process in processes] for processes in self.holders.values()}
+        parts = sorted(self.holders, key=lambda part: (len(self.holders[part]), part))
+        for which in range(max(self.slices)):
+            for part in parts:
+                if which >= self.slices[part >= self.n_shares]:
+                    continue
+                queue = queues[tuple(self.holders[part])]
+                while queue[0][0] < n_sent[queue[0][1]]:
+                    heapq.heapreplace(queue, (n_sent[queue[0][1]], queue[0][1]))
+                process = found[part, which] = queue[0][1]
+                n_sent[process] += 1
         return found
 
     def without(self, damaged: Mapping[int, Sequence[int]]) -> Source:
