@@ -1,6 +1,6 @@
 """The bounds of docs/cost.md for each collective: the tightest partition, and the CPU seconds to find it.
 
-python benchmarks/bounds.py
+python benchmarks/bounds.py               # --chips 64: only the smallest
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.table import Table
 
 from meshmend import Mesh
 from meshmend.cost import bound
 from meshmend.schedule import Collective
+from tables import make_table, parser_of, up_to
 
 MESHES = [
     Mesh("8x8", failed=["2x2@2,2"]),
@@ -27,10 +27,9 @@ MESHES = [
 
 
 def main() -> None:
-    table = Table(title="bounds, M/b", title_justify="left")
-    for heading in ("mesh", "all-reduce", "parts", "cables", "reduce-scatter, all-gather", "CPU seconds"):
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
-    for mesh in MESHES:
+    headings = ("all-reduce", "parts", "cables", "reduce-scatter, all-gather", "CPU seconds")
+    table = make_table("bounds, M/b", "mesh", *headings)
+    for mesh in up_to(parser_of(__doc__).parse_args().chips, MESHES):
         started = time.process_time()
         whole, half = bound(mesh), bound(mesh, collective=Collective.ALL_GATHER)
         seconds = time.process_time() - started

@@ -1,6 +1,7 @@
 """A newcomer's first minutes, timed: a fresh environment, the install, and the README's job until it has resumed.
 
     python benchmarks/first_minutes.py
+    python benchmarks/first_minutes.py --here     only the job, in the environment of this Python
 
 The clock runs from `pip install` on. What pip downloads is on the network's account, and is said as such: a second
 install from pip's cache shows the rest.
@@ -36,17 +37,26 @@ def megabytes(folder: Path) -> float:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
-def first_minutes(folder: Path) -> dict[str, float]:
-    """Install into a fresh environment in a folder, and run the README's job there; return what took how long."""
+def install(folder: Path, extra: str) -> dict[str, float]:
+    """Install this checkout into a fresh environment in a folder; return what it took."""
+    began, before = time.monotonic(), megabytes(folder)
+    words = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*words, "--constraint", str(ROOT / "constraints.txt"), f"{ROOT}{extra}"], check=True)
+    return {"install_s": time.monotonic() - began, "installed_mb": megabytes(folder) - before}
+
+
+def first_minutes(folder: Path, *, here: bool) -> dict[str, float]:
+    """Run the README's job in a folder, in a fresh environment or in this one; return what took how long."""
     script, words, extra = readme()
-    venv.create(folder / "venv", with_pip=True)
-    python, began = folder / "venv" / "bin" / "python", time.monotonic()
-    before = megabytes(folder / "venv")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*install, f"{ROOT}{extra}"], check=True)  # this checkout
-    found = {"install_s": time.monotonic() - began, "installed_mb": megabytes(folder / "venv") - before}
+    python, began = Path(sys.executable), time.monotonic()
+    found = {"install_s": 0.0, "installed_mb": 0.0}
+    if not here:
+        venv.create(folder / "venv", with_pip=True)
+        python, began = folder / "venv" / "bin" / "python", time.monotonic()
+        found = install(folder / "venv", extra)
     (folder / "train.py").write_text(script, encoding="utf-8")
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    hidden = {"XLA_FLAGS"} if here else {"PYTHONPATH", "XLA_FLAGS"}
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
     command, started = [str(python), "-m", "meshmend", *words], time.monotonic()
     with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as job:
         for line in job.stdout or ():
@@ -65,9 +75,10 @@ def main() -> None:
     """Print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object after the job's lines")
+    parser.add_argument("--here", action="store_true", help="install nothing: use the environment of this Python")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshmend-") as folder:
-        found = first_minutes(Path(folder))
+        found = first_minutes(Path(folder), here=asked.here)
     if asked.json:
         sys.stdout.write(json.dumps(found) + "\n")
         return

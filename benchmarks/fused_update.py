@@ -1,19 +1,19 @@
 """The table of docs/plans.md: a sharded weight update with the fused update, in two phases, and the all-reduce itself.
 
-python benchmarks/fused_update.py
+    python benchmarks/fused_update.py
+    python benchmarks/fused_update.py --chips 64 --chunks 256
 
-On ideal links, with 4,096 chunks. Every schedule is proven.
+On ideal links, by default with 4,096 chunks. Every schedule is proven.
 """
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from meshmend import Collective, Mesh, Schedule, predict, verify
 from meshmend.planning import Derived, Gather, Planner, Weave
+from tables import make_table, parser_of, up_to
 
-CHUNKS = 4096
 MESHES = [
     Mesh("8x8", failed=["2x2@2,2"]),
     Mesh("16x32", failed=["4x2@6,8"]),
@@ -32,15 +32,18 @@ def units(*schedules: Schedule) -> float:
 
 
 def main() -> None:
-    table = Table(title=f"predicted time in M/b, ideal links, {CHUNKS:,} chunks", title_justify="left")
-    for heading in ("mesh", "all-reduce", "with update", "ratio", "split from it", "ratio", "gather twice", "ratio"):
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
-    for mesh in MESHES:
+    parser = parser_of(__doc__)
+    parser.add_argument("--chunks", type=int, default=4096)
+    options = parser.parse_args()
+    weave = Weave(options.chunks)
+    headings = ("all-reduce", "with update", "ratio", "split from it", "ratio", "gather twice", "ratio")
+    table = make_table(f"predicted time in M/b, ideal links, {options.chunks:,} chunks", "mesh", *headings)
+    for mesh in up_to(options.chips, MESHES):
         halves = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        whole = units(Weave(CHUNKS).plan(mesh))
+        whole = units(weave.plan(mesh))
         made: dict[tuple[Planner, Mesh], Schedule] = {}
         fused, scattered, gathered = (
-            Derived(Weave(CHUNKS), collective, made=made).plan(mesh)
+            Derived(weave, collective, made=made).plan(mesh)
             for collective in (Collective.ALL_REDUCE_WITH_UPDATE, *halves)
         )
         ways = [

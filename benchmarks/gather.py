@@ -1,6 +1,6 @@
 """The tables of docs/measured.md: gather against the optimum, against what is split from weave, and over slow cables.
 
-python benchmarks/gather.py
+python benchmarks/gather.py               # --chips 64: only small meshes
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from meshmend import Collective, Mesh, Schedule, bound, predict, verify
 from meshmend.cost.hardware import Mode
 from meshmend.planning import Derived, Gather, Weave
 from meshmend.planning.weave.pieces import Pieces
-from rates import HOLE, SHAPE, cases, on_mesh
+from rates import MESH, cases, on_mesh
+from tables import make_table, parser_of, up_to
 
 MESHES = [
     Mesh("8x8", failed=["2x2@2,2"]),
@@ -33,17 +34,10 @@ def ratio(schedule: Schedule, mode: Mode = "lock-step") -> float:
     return predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound
 
 
-def make_table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    return table
-
-
-def against_weave() -> Table:
+def against_weave(meshes: list[Mesh]) -> Table:
     headings = ("chunks", "all-gather", "reduce-scatter", "split from weave", "to plan", "to prove")
     table = make_table("time over the optimum", "mesh", *headings)
-    for mesh in MESHES:
+    for mesh in meshes:
         started = time.process_time()
         gathered = Gather().plan(mesh)
         planned = time.process_time()
@@ -63,13 +57,12 @@ def against_weave() -> Table:
     return table
 
 
-def over_slow_cables() -> Table:
+def over_slow_cables(whole: Mesh) -> Table:
     headings = ("bound, M/b", "chunks", "per step", "asynchronous", "lock-step", "blind", "to plan")
-    table = make_table(f"time over the optimum, {SHAPE} minus {HOLE}: reduce-scatter", "slow cables", *headings)
+    table = make_table(f"time over the optimum, {whole}: reduce-scatter", "slow cables", *headings)
     planner = Gather(collective=Collective.REDUCE_SCATTER)
-    blind = planner.plan(Mesh(SHAPE, failed=[HOLE]))
-    for name, rates in cases().items():
-        mesh = Mesh(SHAPE, failed=[HOLE], cable_rates=rates)
+    blind = planner.plan(whole)
+    for name, mesh in cases(whole).items():
         started = time.process_time()
         schedule = planner.plan(mesh)
         planned = time.process_time()
@@ -88,9 +81,9 @@ def over_slow_cables() -> Table:
 
 
 def main() -> None:
-    console = Console(width=140)
-    console.print(against_weave())
-    console.print(over_slow_cables())
+    console, chips = Console(width=140), parser_of(__doc__).parse_args().chips
+    console.print(against_weave(up_to(chips, MESHES)))
+    console.print(over_slow_cables(*up_to(chips, [MESH])))
 
 
 if __name__ == "__main__":

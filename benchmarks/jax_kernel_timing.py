@@ -3,19 +3,19 @@
 The forecast (`mm.predict(…, mode="asynchronous")`) lets a chip send whatever is ready. A kernel follows a fixed list,
 has so many slots per neighbour, and waits while it adds. This follows the lists themselves, with assumed costs:
 
-  python benchmarks/jax_kernel_timing.py [--instruction-us 0.1] [--hbm-gb-s 1600] [--slots 8]
+  python benchmarks/jax_kernel_timing.py [--instruction-us 0.1] [--hbm-gb-s 1600] [--slots 8] [--chips 64]
 
 `--hbm-gb-s 0` leaves the additions out.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 
 import meshmend as mm
 from meshmend.cost import find_hardware
 from meshmend.jax.pallas.instructions import Instructions, Kind, instructions_of
+from tables import parser_of, up_to
 
 PAYLOAD_BYTES, HARDWARE = 1e8, find_hardware("tpu-v6e-pallas")
 
@@ -66,12 +66,12 @@ def seconds(made: Instructions, chunk_bytes: float, instruction_s: float, hbm_by
 
 def main() -> None:
     """Print both, in M/b."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--instruction-us", type=float, default=0.1)
     parser.add_argument("--hbm-gb-s", type=float, default=0.0)
     parser.add_argument("--slots", type=int)
     options = parser.parse_args()
-    mesh = mm.Mesh("16x32", failed=["4x2@6,8"])
+    (mesh,) = up_to(options.chips, [mm.Mesh("16x32", failed=["4x2@6,8"])])
     schedule = mm.plan(mesh, payload_bytes=PAYLOAD_BYTES, hardware=HARDWARE, mode="asynchronous")
     made = instructions_of(schedule, slots=options.slots)
     unit = PAYLOAD_BYTES / HARDWARE.link_bytes_per_s

@@ -1,6 +1,6 @@
 """The tables of docs/measured.md: short payloads by weave and latency, and Swing's distances against the butterfly's.
 
-python benchmarks/latency.py
+python benchmarks/latency.py               # --chips 64: only small meshes
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from rich.console import Console
-from rich.table import Table
 
 from meshmend import Mesh, Schedule, bound, plan, predict
 from meshmend.planning import Latency
+from tables import make_table, parser_of, up_to
 
 MACHINE = "tpu-v4-xla"
 MESHES = [Mesh("16x32", failed=["4x2@6,8"]), Mesh("32x32", failed=["4x2@6,8"]), Mesh("16x32")]
@@ -24,11 +24,10 @@ def microseconds(schedule: Schedule, payload: float) -> float:
 
 
 def main() -> None:
-    console = Console(width=120)
-    short = Table(title=f"µs, predicted, {MACHINE}", title_justify="left")
-    for heading in ("mesh", "payload", "weave", "latency", "no schedule is faster than"):
-        short.add_column(heading, justify="left" if heading == "mesh" else "right")
-    for mesh in MESHES:
+    console, chips = Console(width=120), parser_of(__doc__).parse_args().chips
+    least_of_all = "no schedule is faster than"
+    short = make_table(f"µs, predicted, {MACHINE}", "mesh", "payload", "weave", "latency", least_of_all)
+    for mesh in up_to(chips, MESHES):
         for payload in PAYLOADS:
             trees, few = (
                 plan(mesh, name, payload_bytes=payload, hardware=MACHINE, verify=False) for name in ("weave", "latency")
@@ -37,10 +36,9 @@ def main() -> None:
             figures = [microseconds(trees, payload), microseconds(few, payload), least]
             short.add_row(str(mesh), f"{payload / 1e3:,.0f} kB", *(f"{figure:.1f}" for figure in figures))
     console.print(short)
-    tori = Table(title=f"µs for 4 kB on full tori, {MACHINE}", title_justify="left")
-    for heading in ("torus", "butterfly", "Swing's distances", "no schedule is faster than"):
-        tori.add_column(heading, justify="left" if heading == "torus" else "right")
-    for mesh in TORI:
+    title = f"µs for 4 kB on full tori, {MACHINE}"
+    tori = make_table(title, "torus", "butterfly", "Swing's distances", least_of_all)
+    for mesh in up_to(chips, TORI):
         swing = Latency().plan(mesh)
         with patch("meshmend.planning.latency.planner.swings", return_value=False):
             butterfly = Latency().plan(mesh)

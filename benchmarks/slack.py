@@ -1,13 +1,13 @@
 """Plans with slack beside those without, for an engine that waits for its data alone. All times are predicted.
 
     python benchmarks/slack.py            # --message 50 adds what a chip pays for each message, in nanoseconds
+    python benchmarks/slack.py --chips 64 --payload 1MB
 
 Links of TPU v6e, 1 µs per hop. The unit is M/b, the payload over the rate of a link.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 
@@ -16,26 +16,28 @@ from rich.table import Table
 
 from meshmend import Mesh, Schedule, plan, verify
 from meshmend.cost import Hardware, find_hardware, predict
-from meshmend.cost.units import format_bytes
+from meshmend.cost.units import format_bytes, parse_bytes
+from tables import parser_of, up_to
 
-CASES = [
-    (Mesh("8x8", failed=["2x2@2,2"]), (1e6, 1e7, 1e8, 1e9)),
-    (Mesh("16x32", failed=["4x2@6,8"]), (1e6, 1e7, 1e8, 1e9)),
-    (Mesh("4x4x4", wrap=True), (1e6, 1e7, 1e8)),
-]
+CASES = {
+    Mesh("8x8", failed=["2x2@2,2"]): (1e6, 1e7, 1e8, 1e9),
+    Mesh("16x32", failed=["4x2@6,8"]): (1e6, 1e7, 1e8, 1e9),
+    Mesh("4x4x4", wrap=True): (1e6, 1e7, 1e8),
+}
 
 
 def main() -> None:
     """Print a row for each mesh and payload."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--message", type=float, default=0.0, help="nanoseconds per message")
-    message_s = 1e-9 * parser.parse_args().message
-    hardware = replace(find_hardware("tpu-v6e"), name="v6e", message_s=message_s)
+    parser.add_argument("--payload", type=parse_bytes, help="only this one, as in 1MB")
+    options = parser.parse_args()
+    hardware = replace(find_hardware("tpu-v6e"), name="v6e", message_s=1e-9 * options.message)
     console = Console(width=140)
     console.print(str(hardware))
     table = Table("mesh", "payload", "no slack", "with slack", "at least", "plan", "kB per message", "CPU s", box=None)
-    for mesh, payloads in CASES:
-        for payload in payloads:
+    for mesh in up_to(options.chips, list(CASES)):
+        for payload in [options.payload] if options.payload else CASES[mesh]:
             before = plan(mesh, payload_bytes=payload, hardware=hardware)
             began = time.process_time()
             after = plan(mesh, payload_bytes=payload, hardware=hardware, mode="asynchronous", verify=False)

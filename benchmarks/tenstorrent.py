@@ -197,13 +197,15 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-def table(payload_bytes: float) -> str:
+def table(payload_bytes: float, only: Sequence[str] = tuple(MACHINES)) -> str:
     """Return, for each machine, what each kind of loss leaves to its runtime and to meshmend; as in docs/where.md."""
     lines = [
         "| machine | lost | cases | ttnn by itself | asked for a mesh | asked for a line | meshmend |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for kept in ttnn_runtime.measured_machines():
+        if kept["file"] not in only:
+            continue
         grouped: dict[tuple[str, ...], list[UsedMesh]] = {}
         for loss in kept["losses"]:
             mesh = Mesh(kept["shape"], wrap=kept["wrap"], failed=[tuple(at) for at in loss["lost"]])
@@ -240,7 +242,7 @@ def main() -> None:
     words.add_argument("--payload", type=float, default=1e8, help="bytes per chip, for the table")
     given = words.parse_args()
     if given.what == "table":
-        print(table(given.payload), end="")
+        print(table(given.payload, given.only), end="")
         return
     if given.python is None or given.descriptors is None:
         words.error("to ask, name a Python that has ttnn, and the folder of descriptors")

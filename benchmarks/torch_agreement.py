@@ -1,12 +1,14 @@
 """The cost of agreeing on every call before data moves: an all-reduce with agreement and without.
 
     python benchmarks/torch_agreement.py
+    python benchmarks/torch_agreement.py --shape 1x2 --payload 4000      a quick look
 
 One process per chip, over loopback. Both are timed in turn, so that a busy machine slows both alike; medians.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
@@ -27,14 +29,18 @@ from meshmend.torch.plans import Plans
 from meshmend.torch.position import LOOPBACK
 
 SHAPES = ("2x2", "4x4")
-PAYLOADS = ((4_000, 100), (32_000_000, 8))
-"""Bytes, and how often each is timed."""
+PAYLOADS = (4_000, 32_000_000)
 
 
 def main() -> None:
     """Time every mesh with every payload, and print one line per case."""
-    for shape in SHAPES:
-        for payload_bytes, times in PAYLOADS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="chips, as in 4x4")
+    parser.add_argument("--payload", type=int, nargs="+", default=PAYLOADS, help="bytes")
+    options = parser.parse_args()
+    for shape in options.shape:
+        for payload_bytes in options.payload:
+            times = 100 if payload_bytes < 1_000_000 else 8
             mesh = Mesh(shape)
             schedule = Plans(hardware=LOOPBACK).get(mesh, payload_bytes)
             with socket.socket() as probe:

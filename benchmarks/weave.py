@@ -3,6 +3,7 @@
     python benchmarks/weave.py           the meshes of docs/measured.md with 4,096 chunks, and with the default
     python benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
     python benchmarks/weave.py --auto    what `auto` plans for long payloads, by budget, and 256×256
+    python benchmarks/weave.py --chips 64   only small meshes; with the others, too
     python benchmarks/weave.py --repeat 5   plan each mesh five times; the best time counts
 
 Every run is cold: a new process, including the import of SciPy's graph module. Planning uses one core, so on a busy
@@ -17,11 +18,13 @@ import resource
 import subprocess
 import sys
 import time
+from math import prod
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+
+from tables import make_table, parser_of
 
 Case = tuple[str, str, int | None]
 
@@ -53,6 +56,8 @@ AUTO: list[Long] = [
     *((shape, "4x2@6,8", "tpu-v4", 1.34e9, 10) for shape in PLACES),
     ("256x256", "4x2@64,64 2x4@128,30 8x8@200,200", "ideal", 64e9, 60),
 ]
+SMALL: Long = ("8x8", "2x2@2,2", "ideal", 1.34e9, 1)
+"""In place of these where all of them are too large."""
 
 
 def measure_auto(shape: str, holes: str, hardware: str, payload_bytes: float, budget_s: float) -> dict[str, Any]:
@@ -82,9 +87,9 @@ def measure_auto(shape: str, holes: str, hardware: str, payload_bytes: float, bu
     }
 
 
-def print_auto() -> None:
+def print_auto(cases: list[Long]) -> None:
     """Print what `auto` plans, line by line as a table of Markdown: the largest takes a minute."""
-    for number, case in enumerate(AUTO):
+    for number, case in enumerate(cases):
         command = [sys.executable, __file__, "--auto", "--case", json.dumps(case)]
         found = json.loads(subprocess.check_output(command))
         if not number:
@@ -120,7 +125,7 @@ def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", action="store_true", help="grow the mesh to 256x256")
     parser.add_argument("--auto", action="store_true", help="what auto plans for long payloads, by budget")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each mesh; the best time counts")
@@ -129,16 +134,17 @@ def main() -> None:
     if arguments.case:
         print(json.dumps((measure_auto if arguments.auto else measure)(*json.loads(arguments.case))))
         return
+
+    def is_small(shape: str) -> bool:
+        return arguments.chips is None or prod(map(int, shape.split("x"))) <= arguments.chips
+
     if arguments.auto:
-        print_auto()
+        print_auto([case for case in AUTO if is_small(case[0])] or [SMALL])
         return
-    table = Table(title="weave", title_justify="left")
-    for heading in ("mesh", "chunks", "bound, M/b", "time / bound", "busiest link / bound", "steps", "transfers"):
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
-    table.add_column("seconds", justify="right")
-    table.add_column("of the CPU", justify="right")
-    table.add_column("peak GB", justify="right")
-    for case in track(SCALE if arguments.scale else HOLED + FULL, console=Console(stderr=True), transient=True):
+    sizes = ("chunks", "bound, M/b", "time / bound", "busiest link / bound", "steps", "transfers")
+    table = make_table("weave", "mesh", *sizes, "seconds", "of the CPU", "peak GB")
+    cases = [case for case in (SCALE if arguments.scale else HOLED + FULL) if is_small(case[0])]
+    for case in track(cases, console=Console(stderr=True), transient=True):
         command = [sys.executable, __file__, "--case", json.dumps(case)]
         runs = [json.loads(subprocess.check_output(command)) for _ in range(arguments.repeat)]
         best = min(runs, key=lambda run: float(run["seconds"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 import meshmend as mm
 from commandline import run, run_json
 from meshmend.errors import MeshError, ScheduleFileError
+from meshmend.machines import machine_of, parse_description, read_machine
+from meshmend.machines.own import facts_of
 from meshmend.planning import PlanCache, Weave
 from meshmend.schedule.serialize import from_text, to_text
+from meshmend.studio import State
 from meshmend.topology import Region
+from strategies import meshes
 
 HALF = {"0,1-0,2": "1/2"}
 
@@ -54,6 +59,40 @@ def test_equal_machines_are_equal_values() -> None:
     assert mm.Mesh("3x4", failed_cables=["0,1-0,2"], cable_rates=HALF) == failed
     assert mm.Mesh("3x4", cable_rates=HALF).fail((0, 1)) == plain.fail((0, 1))
     assert mm.Mesh("3x4", cable_rates=HALF).fail((2, 3)).cable_rates == mm.Mesh("3x4", cable_rates=HALF).cable_rates
+
+
+@given(meshes(), st.data())
+def test_slow_cables_stay_slow_in_the_whole_machine(mesh: mm.Mesh, data: st.DataObject) -> None:
+    """Whatever fails, at once or one after the other: the ends of a slow cable, or the cable itself."""
+    plain = mm.Mesh(mesh.shape, wrap=mesh.wrap)
+    cables = [(plain.chip(int(a)), plain.chip(int(b))) for a, b in plain.cables]
+    rates = {min(c, c[::-1]): "1/2" for c in (data.draw(st.lists(st.sampled_from(cables))) if cables else [])}
+    slow = mm.Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=rates)
+    holes, cut = mesh.holes, mesh.failed_cables
+    at_once = mm.Mesh(mesh.shape, wrap=mesh.wrap, failed=holes, failed_cables=cut, cable_rates=rates)
+    stepwise = slow.with_failures(failed_cables=cut)
+    for hole in holes:
+        stepwise = stepwise.fail(hole)
+    for damaged in (at_once, stepwise):
+        assert damaged.whole == slow
+        assert damaged == mesh.with_failures(cable_rates=[(cable, "1/2") for cable in at_once.cable_rates])
+
+
+def test_descriptions_keep_the_slow_cables_of_failed_chips(tmp_path: Path) -> None:
+    """The slow cable of a failed chip stays slow in the studio, with an intended machine, and in a file of our own."""
+    described = {"meshmend": 1, "shape": "2x2", "hosts": {"one": "2x2@0,0"}}
+    intended, found = tmp_path / "intended.json", tmp_path / "found.json"
+    intended.write_text(json.dumps({**described, "rates": {"0,0-0,1": "1/2"}, "failed": ["0,0-0,1"]}), encoding="utf-8")
+    found.write_text(json.dumps({**described, "failed": ["0,0"]}), encoding="utf-8")
+    whole = mm.Mesh("2x2", cable_rates={"0,0-0,1": "1/2"})
+    assert read_machine(found, intended=intended).mesh.whole == whole
+    damaged = whole.fail("0,0")
+    assert mm.bound(damaged.whole).units > mm.bound(mm.Mesh("2x2")).units, "which is what a comparison prices"
+    assert machine_of(parse_description(json.dumps(facts_of(damaged)), "mine.json")).mesh.whole == whole
+    assert State.of(damaged).mesh.whole == whole
+    assert State.of(whole.with_failures(failed_cables=["0,0-0,1"])).cable_rate == (), (
+        "a cable is dead or slow, not both"
+    )
 
 
 @given(st.floats(0.002, 1.0))

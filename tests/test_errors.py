@@ -64,6 +64,10 @@ def test_an_error_is_the_same_after_pickling_and_copying(kind: type[MeshmendErro
         assert again.__notes__ == ["seen on the way"]
 
 
+def test_every_error_is_public() -> None:
+    assert {kind.__name__ for kind in KINDS} <= set(errors.__all__)
+
+
 def test_fields_are_facts_not_defaults() -> None:
     error = pickle.loads(pickle.dumps(PlanError("weave", "1x5000", "it is too long.", ["hamiltonian"])))  # noqa: S301
     assert (error.planner, error.mesh_name, error.alternatives) == ("weave", "1x5000", ("hamiltonian",))

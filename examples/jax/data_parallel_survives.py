@@ -9,7 +9,7 @@ import optax
 
 import meshmend.jax as mmj
 
-job = mmj.Job(shared="shared", global_batch=256)
+job = mmj.Job(shared="data-parallel", global_batch=256)
 text = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
 dataset = np.lib.stride_tricks.sliding_window_view(text, 9)  # eight letters, and the one that follows
 

@@ -1,6 +1,6 @@
 """A job in which chip (1, 2) computes wrong gradients from a step on: it is found, left out, and leaves no trace.
 
-meshmend run --local 2x6 --host 2x2 --shared shared examples/jax/lying_chip.py
+meshmend run --local 2x6 --host 2x2 --shared lying-chip examples/jax/lying_chip.py
 """
 
 import argparse
@@ -19,7 +19,7 @@ options.add_argument("--save", help="file for the parameters at the end")
 given = options.parse_args()
 
 checks = mmj.Checks(digests_every=10, recompute_every=10)
-job = mmj.Job(shared="shared", global_batch=64, disk_every=20, checks=checks)
+job = mmj.Job(global_batch=64, disk_every=20, checks=checks)
 liar = int(job.fabric.mesh.rank_of[1, 2])  # below 0 once it has been left out
 
 

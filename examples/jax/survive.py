@@ -3,7 +3,8 @@
     python examples/jax/survive.py                            # alone, on whatever devices there are
 
 Start it with a launcher on several hosts, and it trains on all of them (docs/jobs.md). Start it again, and it goes on
-from where it stopped. The folder `shared` has its plans, compiled programs and checkpoints: remove it to start over.
+from where it stopped. The folder `shared`, or that of `meshmend run --shared`, has its plans, compiled programs and
+checkpoints: remove it to start over.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import optax
 
 import meshmend.jax as mmj
 
-job = mmj.Job(shared="shared", global_batch=256)  # first of all: it joins the other hosts
+job = mmj.Job(global_batch=256)  # first of all: it joins the other hosts
 text = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
 dataset = np.lib.stride_tricks.sliding_window_view(text, 9)  # eight letters, and the one that follows
 

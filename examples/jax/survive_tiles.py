@@ -1,6 +1,6 @@
 """The job of survive.py with its model split over tiles of 2×2 chips: a host dies, and the tiles that are whole go on.
 
-Run it under `meshmend run --local 8x4 --host 4x2 --kill 1@20 examples/jax/survive_tiles.py`.
+Run it under `meshmend run --local 8x4 --host 4x2 --kill 1@20 --shared tiles examples/jax/survive_tiles.py`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
 
-job = mmj.Job(shared="shared", global_batch=256, tile="2x2")  # first of all: it joins the other hosts
+job = mmj.Job(global_batch=256, tile="2x2")  # first of all: it joins the other hosts
 text = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
 dataset = np.lib.stride_tricks.sliding_window_view(text, 9)  # eight letters, and the one that follows
 

@@ -40,6 +40,7 @@ __all__ = [
     "TransientError",
     "UpdateError",
     "VerificationError",
+    "VersionError",
     "WaitTimeoutError",
     "WrongSumError",
 ]
@@ -270,20 +271,25 @@ class QuarantineError(MeshmendError, RuntimeError):
 
 
 class LostChipError(MeshmendError, RuntimeError):
-    """A chip stopped responding during an all-reduce, so this chip's payload is invalid.
+    """A chip stopped responding during a collective, so this chip's payload is invalid.
 
     Fields: `chip` (this one), `peer` (the neighbour it was waiting for, which may itself be waiting for the lost
-    chip), `mesh_name`, `why`.
+    chip), `mesh_name`, `why`, and `lost`: the chip that is dead or frozen, None where that is not known.
     """
 
-    def __init__(self, chip: Coordinate, peer: Coordinate, mesh_name: str, why: str) -> None:
+    def __init__(
+        self, chip: Coordinate, peer: Coordinate, mesh_name: str, why: str, *, lost: Coordinate | None = None
+    ) -> None:
         self.chip = chip
         self.peer = peer
         self.mesh_name = mesh_name
         self.why = why
+        self.lost = lost
+        known = "" if lost is None else f"chip {name_chip(lost)} is lost. This chip "
         super().__init__(
-            f"Chip {name_chip(chip)} gave up an all-reduce on {mesh_name}: expected data from or to {name_chip(peer)}, "
-            f"got: {why}. Discard the payload, form the group again with the chips that respond, and redo the step."
+            f"Chip {name_chip(chip)} gave up a collective on {mesh_name}: {known}expected data from or to "
+            f"{name_chip(peer)}, got: {why}. Discard the payload, form the group again with the chips that respond, "
+            "and redo the step."
         )
 
 
@@ -299,12 +305,13 @@ class DisagreementError(MeshmendError, RuntimeError):
 
     def __init__(self, calls: Sequence[str]) -> None:
         self.calls = tuple(calls)
-        # The largest group of equal members first; among groups of equal size, the one with the lowest rank.
-        words = sorted(set(self.calls), key=lambda word: (-self.calls.count(word), self.calls.index(word)))
+        callers: dict[str, list[int]] = {}
+        for rank, word in enumerate(self.calls):
+            callers.setdefault(word, []).append(rank)
         groups = []
-        for word in words:
-            ranks = [str(rank) for rank, other in enumerate(self.calls) if other == word]
-            some = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
+        # The largest group of equal members first; among groups of equal size, the one with the lowest rank.
+        for word, ranks in sorted(callers.items(), key=lambda item: (-len(item[1]), item[1])):
+            some = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
             groups.append(f"rank{'s' * (len(ranks) > 1)} {some}: {word}")
         super().__init__(
             f"The members of the process group do not call the same thing. {'; '.join(groups)}. Every member needs the "

@@ -128,6 +128,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "bad name", ["4x4", "--what", "[/]", "-o", "a.svg"], "There is no picture '[/]'"),
     ("studio", "bad shape", ["4y4"], "'4y4' is not a shape"),
     ("studio", "too large", ["200x200"], "has 40,000 chips; the studio shows up to 2,048"),
+    (
+        "studio",
+        "hardware of a file",
+        ["4x4", "--hardware", "mine.json"],
+        "has no hardware 'mine.json', and opens no files",
+    ),
     ("studio", "bad address", ["4x4", "--listen", "127.0.0.1:many"], "expected an address and a port"),
     ("studio", "no such address", ["4x4", "--listen", "192.0.2.1:0"], "Choose another port"),
     ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a valid name for a lab"),

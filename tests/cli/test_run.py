@@ -13,13 +13,27 @@ from typer.testing import CliRunner
 from meshmend.cli import app
 from meshmend.cli.run import Kill, parse_kill
 from meshmend.cli.screen import SAME_S, Screen
+from meshmend.launch.timeline import Timeline, timeline_of
+from meshmend.launch.watching import Watch
 
 # command, what is wrong, the words, a part of the message
 CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "no script", ["--local", "4x4", "nowhere.py"], "There is no script 'nowhere.py'"),
     ("run", "no module", ["--local", "4x4", "-m"], "-m needs a module"),
     ("run", "bad shape", ["--local", "4y4", "file"], "'4y4' is not a shape"),
-    ("run", "bad host", ["--local", "4x4", "--host", "3x3", "file"], "do not tile"),
+    (
+        "run",
+        "bad host",
+        ["--local", "4x6", "--host", "4x4", "file"],
+        "Hosts of 4x4 chips do not tile a 4x6 mesh. Give another shape for a host, as in 4x3, 2x6, 4x2, 4x6, 2x3 or "
+        "1x6.",
+    ),
+    (
+        "run",
+        "another dimension",
+        ["--local", "2x3", "--host", "2x2x1", "file"],
+        "Give another shape for a host, as in 1x3, 2x3, 2x1 or 1x1.",
+    ),
     ("run", "no such host", ["--local", "4x4", "--host", "2x2", "--kill", "4@20", "file"], "there is no host 4"),
     ("run", "no step", ["--local", "4x4", "--host", "2x2", "--kill", "4", "file"], "expected a host and a step"),
     (
@@ -42,7 +56,15 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "two wraps", ["--local", "4x4", "--machine", "m", "--wrap", "0", "file"], "already says which axes wrap"),
     ("run", "bad wrap", ["--local", "4x4", "--wrap", "2", "file"], "'2', expected none, all, or axes from 0 to 1"),
     ("run", "no description", ["--local", "4x4", "--machine", "nowhere", "file"], "nowhere: No such file"),
-    ("run", "no place", ["--hosts", "2", "file"], "Which host is this?"),
+    (
+        "run",
+        "no place",
+        ["file"],
+        "Which host is this? None of MESHMEND_HOST, SLURM_NODEID, JOB_COMPLETION_INDEX, JOBSET_JOB_INDEX, "
+        "TPU_WORKER_ID is in the environment. On a cluster, give its number, or the coordinate of its first chip, as "
+        "in --host-index 5 or --host-index 4,2. For a job on this machine alone, give --local before the script, as in "
+        "--local 4x4 --host 2x2, or start it with python.",
+    ),
     ("run", "bad place", ["--hosts", "2", "--host-index", "1,2", "file"], "a host is given by its number"),
     ("run", "no store", ["--hosts", "2", "--host-index", "0", "file"], "Where is the store?"),
     (
@@ -83,6 +105,22 @@ def refused(*words: str) -> str:
 )
 def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> None:
     assert message in refused(command, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--hots 2x2 file", "No such option: --hots (Possible options: --host, --hosts)."),
+        ("--local 4x4 --hosst=2x2 file", "No such option: --hosst (Possible options: --host, --host-index, --hosts)."),
+        ("--local 4x4 -n 4 file", "No such option: -n."),
+    ],
+)
+def test_an_unknown_option_is_named_with_those_that_are_near(words: str, message: str) -> None:
+    """Before the script; those after it are the script's own."""
+    done = CliRunner().invoke(app, ["run", *words.split()])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"Error: {message} See: {app.info.name} run --help\n"
+    assert "4y4" in refused("run", "--local", "4y4", "file", *words.split())
 
 
 def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +224,52 @@ def test_an_error_is_shown_once_and_a_peer_that_is_gone_not_at_all(capsys: pytes
     assert capsys.readouterr().out.splitlines()[1:] == ["host 1 │ Traceback", "host 1 │ ValueError: boom"]
 
 
+def test_a_store_that_is_away_is_named_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(2)
+    away = {"event": "store", "type": "unreachable", "host": 0, "why": "timed out"}
+    screen.event(away)  # it may be there within a moment
+    for for_s, reached in ((3.2, False), (18.4, False), (3.0, True)):
+        screen.event(away | {"where": "10.0.0.7:29400", "for_s": for_s, "reached": reached})
+    begin = "meshmend │ host 0 has not reached the store at 10.0.0.7:29400 for"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{begin} 3 s (timed out) and tries again: start `meshmend store` there, or give its address as --store",
+        f"{begin} 18 s (timed out) and tries again: start `meshmend store` there, or give its address as --store",
+        f"{begin} 3 s (timed out) and tries again: training goes on; start `meshmend store` there again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "resumed", "source", "said"),
+    [
+        (77, 105, 28, "memory", "steps 29 to 105 are repeated, because copies in memory are kept every 77 steps"),
+        (8, 105, 28, "memory", "steps 29 to 105 are repeated, because the next copy was not complete"),
+        (1, 29, 28, "memory", "step 29 is repeated, because copies in memory are kept every step"),
+        (8, 720, 700, "disk", "steps 701 to 720 are repeated, because the last checkpoint is of step 700"),
+        (8, 3, 0, "start", "steps 1 to 3 are repeated, because there was no copy and no checkpoint"),
+        (8, 28, 28, "memory", ""),
+    ],
+)
+def test_steps_that_are_done_again_are_told_with_the_reason(
+    every: int, last: int, resumed: int, source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = Timeline(timeline_of(tmp_path, 0), round=1)
+    timeline.note("process", seconds=0.0)
+    timeline.note("step", step=1)
+    timeline.note("copies", step=1, every=every)
+    timeline.note("step", step=last)
+    timeline.facts["round"] = 2
+    timeline.note("process", seconds=0.0)
+    timeline.note("restore", seconds=0.0, step=resumed, source=source)
+    timeline.note("step", step=resumed + 1)
+    watch, screen = Watch(tmp_path), Screen(1)
+    watch.read()
+    for _ in range(2):
+        screen.look(watch, 0.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"meshmend │ round 2: step {resumed + 1} is done")
+    assert lines[1:] == ([f"meshmend │ round 2: {said}"] if said else [])
+
+
 def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(2)
     starts(screen, 0, 1)
@@ -197,3 +281,22 @@ def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line[:9] for line in lines] == ["host 1 │ ", "host 1 │ ", "meshmend "]
     assert lines[-1] == "meshmend │ host 1: worker ended with SIGABRT; 2 restarts left"
+
+
+def test_only_a_start_that_measures_the_links_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    screen, job = Screen(1), Watch(tmp_path)
+    notes = Timeline(timeline_of(tmp_path, 0), job="job", host=0)
+    began = time.time() - 60
+
+    def shown(number: int, *events: str) -> list[str]:
+        for event in events:
+            notes.note(event, at=began + 10 * number, round=number)  # long ago: what comes next takes long
+        job.read()
+        screen.look(job, began)
+        return capsys.readouterr().out.splitlines()
+
+    assert shown(1, "process", "join", "fabric", "measuring") == ["meshmend │ round 1: measuring the links …"]
+    assert shown(1, "measure") == ["meshmend │ round 1: planning and compiling …"]
+    assert shown(1, "plan", "compile") == ["meshmend │ round 1: restoring the state …"]
+    assert shown(2, "process", "join", "fabric") == ["meshmend │ round 2: planning and compiling …"]
+    assert shown(2, "plan") == []

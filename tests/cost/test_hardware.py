@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
@@ -49,6 +49,22 @@ def test_own_hardware_passes_through() -> None:
 def test_senseless_hardware_is_refused(field: str, value: float, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         Hardware(**{"name": "own", "link_bytes_per_s": 1.0, field: value})  # type: ignore[arg-type]
+
+
+def test_a_price_depends_on_every_number_and_on_no_word() -> None:
+    """Wherever a field stands: a later one must neither be left out nor bring the sources in."""
+
+    @dataclass(frozen=True)
+    class Wider(Hardware):
+        ports: int = 1
+
+    plain = Wider("own", 1.0)
+    assert replace(plain, name="mine", sources=(("ports", "counted"),)).priced == plain.priced
+    other = {bool: True, int: 2, float: 2.0, type(None): 3}
+    for field in fields(Wider):
+        if field.name not in ("name", "sources"):
+            changed = replace(plain, **{field.name: other[type(getattr(plain, field.name))]})  # type: ignore[arg-type]
+            assert changed.priced != plain.priced, field.name
 
 
 def test_adjusting_keeps_the_other_sources() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +17,16 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from lab.test_namespaces import needs_lab
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop
 from meshmend.errors import ParameterError
+from meshmend.jax.fabric import HARDWARE
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.job.hardware import with_hardware
-from meshmend.jax.measuring import fit
+from meshmend.jax.measuring import _share_network, fit
 from meshmend.jax.training_plan import hardware_of
+from meshmend.lab import Lab
 from meshmend.schedule.lanes import count_lanes
 
 
@@ -55,7 +63,7 @@ def test_noise_of_a_tenth_changes_the_numbers_by_about_as_much() -> None:
     noisy = [
         replace(loop, seconds=loop.seconds * rng.uniform(0.95, 1.05)) for loop in times(1e-3, 1e-3, 3e-3, 8e7, width=1)
     ]
-    found = fit(noisy, fabric, 4, platform="cpu")
+    found = fit(noisy, fabric, 4, platform="cpu", is_switched=True)
     assert found.link_bytes_per_s == pytest.approx(8e7, rel=0.15)
     assert found.message_s == pytest.approx(3e-3, rel=0.25)
     assert (found.links_at_once, found.is_switched) == (1, True)
@@ -101,3 +109,62 @@ def test_virtual_devices_that_stand_for_a_described_machine_are_not_measured(
     assert hardware_of(found.fabric) == find_hardware("tpu-v6e-xla")
     given = with_hardware(session, tmp_path, "ideal", measures=True)
     assert given.fabric.hardware == find_hardware("ideal")
+
+
+def test_a_job_measures_once_and_says_so_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round finds the file, whatever is left of the machine, and its timeline says nothing of measuring."""
+    monkeypatch.setattr("meshmend.jax.measuring.TARGET_S", 0.002)
+    chips, found = [(row, column) for row in range(2) for column in range(3)], []
+    for left in (chips, chips[:-1]):
+        fabric = mmj.discover(jax.devices()[: len(left)], shape="2x3", coords=left)
+        found.append(with_hardware(initialize_alone(fabric), tmp_path / "hardware", None, measures=True))
+    first, second = ([event["event"] for event in one.timeline.events] for one in found)
+    assert first[-2:] == ["measuring", "measure"]
+    assert not {"measuring", "measure"} & {*second}
+    assert found[0].fabric.hardware == found[1].fabric.hardware != HARDWARE["cpu"]
+
+
+def measure_in_processes(coordinator: str, prefixes: Sequence[Sequence[str]]) -> list[dict[str, float]]:
+    """Return what each process of a job measures, whose command begins with its prefix."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    module = [sys.executable, "-m", "jax_engine.measured_links", coordinator]
+    words = [[*prefix, *module, str(number), str(len(prefixes))] for number, prefix in enumerate(prefixes)]
+    running = [
+        subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for each in words
+    ]
+    try:
+        told = [process.communicate(timeout=180) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * len(running), told
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+def test_processes_share_no_links_where_all_of_them_are_in_one_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    assert _share_network(lambda mine: mine)
+    assert not _share_network(lambda mine: max(mine, 0.0))  # the other's number is 0
+    assert not _share_network(lambda mine: max(mine, 2.0**24 if mine > 0 else -(2.0**24)))
+
+
+@needs_lab
+def test_processes_in_namespaces_are_not_called_switched(tmp_path: Path) -> None:
+    """Two of them exchange over the cable between them, whose rate is found, and which others would have to share."""
+    lab = Lab.up(mm.Mesh("1x2"), rate="100mbit", name="jaxmeasured")  # `Lab.temporary` forks, which JAX warns of
+    try:
+        prefixes = []
+        for chip, namespace in lab.namespaces.items():
+            # XLA's Gloo publishes the address of the host's name.
+            hosts = tmp_path / f"hosts-{chip[1]}"
+            hosts.write_text(f"127.0.0.1 localhost\n{lab.address(chip)} {socket.gethostname()}\n")
+            shell = f'mount --bind {hosts} /etc/hosts && exec "$@"'
+            prefixes.append(("ip", "netns", "exec", namespace, "sh", "-c", shell, "sh"))
+        found = measure_in_processes(f"{lab.address((0, 0))}:29500", prefixes)
+    finally:
+        lab.down()
+    assert [each["is_switched"] for each in found] == [False, False]
+    for each in found:
+        assert each["link_bytes_per_s"] == pytest.approx(lab.rate_bytes_per_s, rel=0.25)

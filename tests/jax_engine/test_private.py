@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_engine.two_processes import run_two
 from meshmend.jax.private import (
     KeyValueStore,
+    coordinator_address,
     joined_as,
     key_value_store,
     varying_axes,
@@ -21,6 +23,10 @@ from meshmend.launch.processes import free_port
 NO_STORE = (
     "JAX's coordination service has moved or speaks otherwise: processes of a restarting job cannot tell each other "
     "what they hold (meshmend.jax.job.coordination). Change KeyValueStore in meshmend/jax/private.py."
+)
+NO_GLOO = (
+    "JAX makes its CPU devices otherwise: Gloo would listen where the machine's name resolves to, which on Debian no "
+    "other machine reaches. Change use_gloo_at in meshmend/jax/private.py."
 )
 NO_AXES = (
     "JAX keeps track of varying values otherwise: all_reduce under check_vma=True would count gradients twice that JAX "
@@ -50,8 +56,18 @@ def store(state: Any) -> KeyValueStore:
 
 def test_a_process_knows_its_number_without_touching_devices(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined_as() is None, NO_STORE
+    assert coordinator_address() == "", NO_STORE
     monkeypatch.setattr("jax._src.distributed.global_state", state)
     assert joined_as() == (0, 1), NO_STORE
+    assert coordinator_address() == state.coordinator_address, NO_STORE
+
+
+def test_gloo_listens_at_the_address_that_it_is_given() -> None:
+    """By the kernel's own list of sockets. Once the devices are there it is too late, which is an error."""
+    told = run_two("jax_engine.gloo_addresses", timeout_s=120)
+    assert [one["listens"] for one in told] == [["127.0.0.2"], ["127.0.0.3"]], NO_GLOO
+    assert [one["sum"] for one in told] == [16.0, 16.0], NO_GLOO
+    assert all("already initialized" in one["again"] for one in told), NO_GLOO
 
 
 def test_the_coordination_service_keeps_values(store: KeyValueStore) -> None:

@@ -133,4 +133,4 @@ def test_a_script_that_always_fails_ends_the_job_everywhere(tmp_path: Path) -> N
         assert set(one.job.wait(90).values()) == {1}
     assert len(one.rounds(1)) == 2
     errors = [event["message"] for event in one.events if event["event"] == "error"]
-    assert any("its worker ended with exit code 4 again and again, without a new step" in error for error in errors)
+    assert any("made no new step; at the last one its worker ended with exit code 4" in error for error in errors)

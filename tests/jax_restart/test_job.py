@@ -133,7 +133,7 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/jobs.md")
     )
     (words,) = re.findall(r"```bash\nmeshmend (run .*?) train.py\n```", readme)
-    assert f"meshmend {words} examples/jax/survive.py" in page
+    assert f"meshmend {words} --shared six-hosts examples/jax/survive.py" in page
     assert f"meshmend {words} train.py" in " ".join(home.replace("\\\n", " ").split())
     assert "--kill 1@40" in words
     printed = run_command(words, steps, kill, tmp_path)
@@ -176,7 +176,7 @@ def test_a_job_whose_loop_sleeps_keeps_copies_as_often_as_one_that_does_not(
 @pytest.mark.parametrize(("steps", "kill"), [(20, 9), pytest.param(100, 40, marks=pytest.mark.slow)])
 def test_the_command_of_the_first_ten_minutes(steps: int, kill: int, tmp_path: Path) -> None:
     page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"```bash\nmeshmend (run .*?--kill 1@40) examples/jax/survive.py\n```", page)
+    (words,) = re.findall(r"```bash\nmeshmend (run .*?--shared two-hosts) examples/jax/survive.py\n```", page)
     printed = run_command(words, steps, kill, tmp_path)
     for said in ("2 hosts on this machine", "round 2: host 0 starts", f"done: {steps} steps on 8, then 4 chips in "):
         assert said in printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,8 +54,9 @@ def run(folder: Path, *words: str, code: int, shape: str = "2x4") -> list[str]:
 
 
 def shown(text: str) -> list[str]:
-    """Return the lines, without what takes long only on a slow machine, and with figures as x."""
-    lines = [line for line in text.splitlines() if not re.search(r"round \d+: .* …$", line)]
+    """Return the lines, without what takes long, or is done again, only on a slow machine, and with figures as x."""
+    now_and_then = re.compile(r"round \d+: (.* …$|steps? \d+.* repeated, because )")
+    lines = [line for line in text.splitlines() if not now_and_then.search(line)]
     return [FIGURES.sub("x", line) for line in lines]
 
 
@@ -172,7 +174,121 @@ def test_a_script_that_raises_on_one_host_starts_again(tmp_path: Path) -> None:
     assert lines.count("host 1 │ OSError: [Errno 5] disk") == 1
     assert sum("Traceback" in line for line in lines) == 1
     assert any(line.startswith("meshmend │ round 1 ends: host 1 starts again") for line in lines)
+    assert lines[-2] == "meshmend │ host 1 raised OSError: [Errno 5] disk in round 1, and the job went on"
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8 chips in \d+ s", lines[-1])
+
+
+WRONG_SHAPE = TRAIN.replace("(batch @ w) ** 2", "mistaken(batch, w)").replace("STEPS", "30").replace("BODY", "pass")
+WRONG_SHAPE = WRONG_SHAPE.replace("job =", "def mistaken(batch, w):\n    return batch @ w[:5]\n\njob =")
+SHOWN = (  # of a mistake in the loss: the lines of the script, and none between them
+    r"Traceback \(most recent call last\):",
+    r'  File ".*train.py", line 10, in <module>',
+    r"    for step in job.train\(.*",
+    r" +\^+",
+    r'  File ".*train.py", line 10, in <lambda>',
+    r"    for step in job.train\(.*",
+    r" +\^+",
+    r'  File ".*train.py", line 6, in mistaken',
+    r"    return batch @ w\[:5\]",
+    r" +~+\^~+",
+    r"(\w+: .*\(8,\) and \(5,\).*)",
+    r"Frames of meshmend and JAX are left out: JAX_TRACEBACK_FILTERING=off shows them\.",
+)
+
+
+def test_a_wrong_shape_in_the_loss_ends_the_job_at_once(tmp_path: Path) -> None:
+    """Though only process 0 traces it, and the others wait for what it compiles."""
+    (tmp_path / "train.py").write_text(WRONG_SHAPE)
+    lines = run(tmp_path, "train.py", code=1)
+    raised = lines[-3].removeprefix("host 0 │ ").rstrip(".")
+    matches(
+        lines,
+        *STARTS,
+        *(f"host 0 │ {line}" for line in SHOWN),
+        rf"Error: {re.escape(raised)}\. A restart would raise it again\.",
+    )
+
+
+def test_a_script_that_runs_alone_shows_its_own_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WRONG_SHAPE)
+    shown_with = {}
+    for filtering in ("auto", "off"):
+        env = environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": filtering}
+        command = [sys.executable, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (1, "")
+        shown_with[filtering] = done.stderr.splitlines()
+    matches(shown_with["auto"], *SHOWN)
+    assert sum("meshmend/jax" in line for line in shown_with["off"]) > 5
+    assert sum("jax/_src" in line for line in shown_with["off"]) > 5
+
+
+ONE_HOST = {
+    "the loop": ("if step.number >= 12 and os.environ['MESHMEND_HOST'] == '1': {}['accuracy']", "KeyError: 'accuracy'"),
+    "the dataset": ("pass", "ValueError: sample 200 is damaged"),
+    "a callback": ("pass", "OverflowError: nothing left"),
+}
+DATA = """
+class Samples:
+    def __len__(self):
+        return len(x)
+    def __getitem__(self, index):
+        if index == 200: raise ValueError("sample 200 is damaged")
+        return x[index]
+"""
+CALLBACK = """
+import jax
+def log(value):
+    if os.environ["MESHMEND_HOST"] == "1": raise OverflowError("nothing left")
+"""
+
+
+@pytest.mark.parametrize("where", ["the loop", "the dataset", pytest.param("a callback", marks=pytest.mark.slow)])
+def test_an_error_of_one_host_that_comes_again_ends_the_job(where: str, tmp_path: Path) -> None:
+    """After one restart, not three, and with its traceback once."""
+    body, error = ONE_HOST[where]
+    write(tmp_path, body)
+    text = (tmp_path / "train.py").read_text()
+    if where == "the dataset":
+        text = text.replace("for step in", f"{DATA}\nfor step in").replace("np.float32), x,", "np.float32), Samples(),")
+    elif where == "a callback":
+        text = f"{CALLBACK}\n{text}".replace("(batch @ w) ** 2", "(jax.debug.callback(log, w[0]), (batch @ w) ** 2)[1]")
+    (tmp_path / "train.py").write_text(text)
+    lines = run(tmp_path, "train.py", code=1)
+    host = "0" if where == "the dataset" else "1"  # whose sample that is
+    told = [line for line in lines if re.match(r"meshmend │ round \d( ends)?: host", line)]
+    assert told == [
+        "meshmend │ round 1: hosts 0, 1 start",
+        f"meshmend │ round 1 ends: host {host} starts again: its script raised {error}",
+        "meshmend │ round 2: hosts 0, 1 start",
+    ], "\n".join(lines)
+    assert f"meshmend │ host {host}: script raised {error}; 3 restarts left" in lines
+    assert lines[-1] == f"Error: {error}. A restart has raised it again, at the same line."
+    shown_of_it = [line for line in lines if line.startswith("host ") and ("Traceback" in line or error in line)]
+    assert shown_of_it[-2:] == [f"host {host} │ Traceback (most recent call last):", f"host {host} │ {error}"]
+    assert len(shown_of_it) == 2 or where == "a callback"  # of which JAX itself writes a traceback each time
+
+
+def test_a_store_that_does_not_answer_is_named_within_seconds(tmp_path: Path) -> None:
+    """Also where whatever listens there says nothing, until somebody gives up waiting."""
+    (tmp_path / "train.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        words = ["run", "--hosts", "1:2", "--host-index", "0", "--store", where, "--cold", "train.py"]
+        command = [sys.executable, "-m", "meshmend", *words]
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as driver:
+            assert driver.stdout is not None
+            first = driver.stdout.readline()
+            driver.send_signal(signal.SIGTERM)
+            driver.communicate(timeout=60)
+        assert driver.returncode == 143
+    assert re.fullmatch(
+        rf"meshmend │ host 0 has not reached the store at {where} for \d s \(no answer\) and tries again: start "
+        r"`meshmend store` there, or give its address as --store\n",
+        first,
+    )
 
 
 def test_mistakes_before_the_first_step_end_in_one_line(tmp_path: Path) -> None:
@@ -236,5 +352,6 @@ def test_a_host_that_is_killed_by_hand_a_second_job_and_control_c(tmp_path: Path
         "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke",
         "meshmend │ round 2: host 0 starts",
         AGAIN,
-        r"meshmend │ interrupted: all hosts are stopped; there is no checkpoint of it yet",
+        "meshmend │ interrupted: the hosts finish their step and save it, for at most 25 s; .*",
+        r"meshmend │ interrupted: all hosts are stopped; step \d+ is saved: the same command goes on from there",
     )

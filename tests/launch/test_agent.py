@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
-from meshmend.launch.agent import HostAgent
+from meshmend.launch.agent import HostAgent, LeaveError
 from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import Assignment
 
@@ -44,6 +45,8 @@ class Scripted:
         return Assignment(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
 
     def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
+        if self.now == "asked to leave":
+            raise LeaveError
         if self.now in ("over", "failed"):
             self.over = {"ok": self.now == "over", "why": "so it is"}
             return self.over
@@ -51,7 +54,9 @@ class Scripted:
             if self.told[-1].startswith("raised") and self.now.trace == "every host":
                 self.over = {"ok": False, "why": f"every host raised {self.now.error}"}
                 return self.over
-            return {"why": "host 1 starts again", "lost": None} if self.told[-1].startswith("raised") else None
+            # The others have longer than that to raise it, too.
+            is_heard = self.told[-1].startswith("raised") and timeout_s < agent.NEWS_S
+            return {"why": "host 1 starts again", "lost": None} if is_heard else None
         # Where the worker fails first, the store says why a little later, and says it from then on.
         self.has_news = self.has_news or timeout_s >= agent.NEWS_S or not isinstance(self.now, tuple)
         return {"why": "host 1 is lost", "lost": 1} if self.has_news and not isinstance(self.now, int) else None
@@ -81,11 +86,16 @@ class Scripted:
             return int(self.now[0])
         return self.now if isinstance(self.now, int) else None
 
+    def ask_to_end(self, patience_s: float) -> None:
+        assert self.is_running
+        assert 20 < patience_s < 28, "Slurm and Kubernetes give 30 s"
+        self.told.append("asked to end")
+
     def stop(self) -> None:
         self.is_running = False
 
 
-def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2) -> Any:
+def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2, is_training: bool = True) -> Any:
     reached = iter(steps)
     reports: list[tuple[str, Any]] = []
     supervisor = HostAgent(
@@ -97,6 +107,7 @@ def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2) -> A
         environment=lambda _: {"OWN": "1"},
         progress=lambda: next(reached),
         report=lambda event, **facts: reports.append((event, facts.get("left"))),
+        is_training=lambda: is_training,
     )
     try:
         return supervisor.run(), reports
@@ -113,6 +124,26 @@ def test_a_change_of_hosts_is_no_failure() -> None:
     assert [event for event, _ in reports] == ["started"] * 5
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_worker_that_trains_has_time_to_save_when_its_host_is_asked_to_leave(is_training: bool) -> None:
+    script = Scripted("asked to leave")
+    with pytest.raises(LeaveError):
+        supervise(script, steps=[], is_training=is_training)
+    assert script.told == ["join", "asked to end"][: 1 + is_training]
+
+
+def test_a_worker_that_has_saved_because_another_host_leaves_is_no_failure() -> None:
+    script = Scripted(agent.STOPPED, 0)
+    over, reports = supervise(script, steps=[], max_restarts=0)
+    assert over["ok"]
+    assert script.told == [
+        "join",
+        "join its worker has saved the state with the others, because a host was asked to leave",
+        "finish",
+    ]
+    assert [event for event, _ in reports] == ["started"] * 2
+
+
 def test_failures_count_until_there_is_a_new_step() -> None:
     script = Scripted(3, "lost", -9, 3, 3, 0)
     _, reports = supervise(script, steps=[0, 0, 5, 5])
@@ -124,9 +155,10 @@ def test_failures_count_until_there_is_a_new_step() -> None:
 
 def test_a_worker_that_fails_again_and_again_ends_the_job() -> None:
     script = Scripted(3, 3, 4, 0)
-    with pytest.raises(LaunchError, match="again and again: its worker ended with exit code 4"):
+    why = "3 starts in a row made no new step; at the last one its worker ended with exit code 4"
+    with pytest.raises(LaunchError, match=rf"^{why}\.$"):
         supervise(script, steps=[0, 0, 0])
-    assert script.told[-1] == "fail: its worker ended with exit code 4 again and again, without a new step"
+    assert script.told[-1] == f"fail: {why}"
     assert script.rounds == [0]
 
 
@@ -140,9 +172,26 @@ def test_an_error_that_would_come_again_ends_the_job() -> None:
         assert script.rounds == [0]
 
 
+def test_an_error_of_one_host_that_a_restart_repeats_ends_the_job() -> None:
+    """The same words from the same line, and no new step between: otherwise it is tried again."""
+    first, other_line, other_words = (
+        WorkerFailure("lasting", f"ValueError: {words}", f"Traceback … line {line}")
+        for words, line in (("boom", 7), ("boom", 8), ("bang", 7))
+    )
+    script = Scripted(first, "lost", first, 0)
+    with pytest.raises(LaunchError, match=r"^ValueError: boom\. A restart has raised it again, at the same line\.$"):
+        supervise(script, steps=[5, 5])
+    assert script.told[-1] == "fail: ValueError: boom. A restart has raised it again, at the same line"
+    assert script.rounds == [0]
+    for again, steps in ((first, [5, 6, 6]), (other_line, [5, 5]), (other_words, [5, 5]), (3, [5, 5])):
+        script = Scripted(first, again, 0)
+        over, _ = supervise(script, steps=steps)
+        assert over["ok"], again
+
+
 def test_an_error_of_one_host_is_a_failure_and_one_of_every_host_ends_the_job() -> None:
     alone, everywhere = (WorkerFailure("lasting", "ValueError: boom", trace) for trace in ("", "every host"))
-    script = Scripted(alone, alone, everywhere, 0)
+    script = Scripted(alone, replace(alone, trace="elsewhere"), everywhere, 0)
     with pytest.raises(LaunchError, match="The job is over: every host raised ValueError: boom"):
         supervise(script, steps=[0, 5])
     again = "join its script raised ValueError: boom"

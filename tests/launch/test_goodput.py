@@ -375,3 +375,22 @@ def test_two_writers_of_one_timeline_lose_nothing_when_it_is_full(tmp_path: Path
     assert MARK in path.read_text()[:100], "it was full"
     found = [(event["writer"], event["number"]) for event in read_timeline(path) if event["event"] == "mark"]
     assert sorted(found) == [(name, number) for name in "ab" for number in range(marks)]
+
+
+def test_the_last_checkpoint_is_known_in_rounds_that_have_made_none() -> None:
+    """Until the state is restored from what the round before knew; then from what was found on disk."""
+    history = HostHistory()
+    told: list[tuple[dict[str, Any], int]] = [
+        ({"event": "process"}, 0),
+        ({"event": "restore", "step": 0, "source": "start", "saved": 0}, 0),
+        ({"event": "saved", "step": 100}, 100),
+        ({"event": "saved", "step": 200}, 200),
+        ({"event": "process"}, 200),
+        ({"event": "restore", "step": 150, "source": "memory", "saved": 100}, 100),  # it went back, before step 200
+        ({"event": "process"}, 100),
+        ({"event": "restore", "step": 160, "source": "memory"}, 100),  # without a disk, nothing is said of it
+    ]
+    for at, (event, expected) in enumerate(told):
+        history.add({"at": float(at), "round": 1, **event})
+        assert history.rounds[-1].saved == expected, event
+    assert [one.saved_at for one in history.rounds] == [3.0, 5.0, 5.0]

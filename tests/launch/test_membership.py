@@ -92,6 +92,24 @@ def test_the_first_round_starts_when_all_hosts_have_come_in_any_order() -> None:
     job.started(0, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("address", "store_at", "coordinator"),
+    [
+        ("127.0.0.1", "", "127.0.0.1:7000"),
+        ("127.0.0.1", "10.0.0.7", "10.0.0.7:7000"),
+        ("::1", "fd00::7", "[fd00::7]:7000"),
+        ("10.0.0.8", "10.0.0.7", "10.0.0.8:7000"),
+    ],
+)
+def test_a_host_that_comes_over_loopback_is_where_the_others_reach_the_store(
+    address: str, store_at: str, coordinator: str
+) -> None:
+    job = Job(1, store_at=store_at)
+    job.arrive(0, address=address)
+    job.join(0)
+    assert (job.last(0)["coordinator"], job.last(0)["store_at"]) == (coordinator, store_at)
+
+
 def test_the_first_round_goes_without_hosts_that_do_not_come() -> None:
     job = Job(4, least=2, start_s=30)
     job.arrive(3)

@@ -10,15 +10,16 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.test_goodput import MadeUpJob, lived_through
 from meshmend.errors import LaunchError
-from meshmend.launch.goodput import CAUSES, read_account
+from meshmend.launch.goodput import CAUSES, HostHistory, read_account
 from meshmend.launch.metrics import MAX_CONNECTIONS, JobMetrics, serve_metrics
 from meshmend.launch.processes import free_port, wait_for_server
 from meshmend.launch.timeline import MARK, STAGES, Timeline
@@ -166,6 +167,59 @@ def test_whoever_watches_a_folder_can_serve_its_metrics(tmp_path: Path) -> None:
 def test_there_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="Give the job's shared folder"):
         Watch(tmp_path / "missing")
+
+
+def lost_again_and_again(folder: Path, n_hosts: int, n_rounds: int) -> JobMetrics:
+    """The metrics of a job of which every host has given up in every round but the last, and then keeps a copy."""
+    metrics = JobMetrics(folder)
+    hosts = list(range(n_hosts))
+    for host in hosts:
+        history = metrics.watch.histories[str(host)] = HostHistory()
+        for number in range(1, n_rounds + 1):
+            at = 100.0 * number
+            history.add({"event": "process", "at": at, "seconds": 1.0, "round": number})
+            history.add({"event": "fabric", "at": at + 1, "seconds": 1.0, "hosts": hosts, "chips": 4 * n_hosts})
+            history.add({"event": "step", "at": at + 4, "step": number, "round": number})
+            history.add({"event": "kept", "at": at + 5, "step": number})
+            if number < n_rounds:
+                history.add({"event": "gave up", "at": at + 6 + host / n_hosts})
+    return metrics
+
+
+def n_lines(run: Callable[[], object]) -> int:
+    """Count the lines of Python that a call runs, those of generators and comprehensions for each of their items."""
+    count, before = 0, sys.gettrace()
+
+    def trace(*_: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(("hosts", "rounds"), [((560, 2240), (4, 4)), ((40, 40), (14, 56))])
+def test_a_scrape_costs_in_proportion_to_hosts_and_to_rounds(
+    hosts: tuple[int, int], rounds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "read", lambda _: None)
+    few, many = (lost_again_and_again(tmp_path, *sizes) for sizes in zip(hosts, rounds, strict=True))
+    found = {metric.name: metric for metric in many.collect()}
+    assert found["meshmend_copies_step"].samples[0].value == rounds[1]
+    (detected,) = (
+        one.value
+        for one in found["meshmend_recovery_seconds"].samples
+        if one.name.endswith("_sum") and one.labels["stage"] == "detect"
+    )
+    # Host 0 gives up first, two seconds after the step: all recoveries but the first start have that.
+    assert detected == pytest.approx(2.0 * (rounds[1] - 1))
+    ratio = n_lines(lambda: list(many.collect())) / n_lines(lambda: list(few.collect()))
+    assert ratio < 4.5, f"four times as much costs {ratio:.1f} times as much"
 
 
 @contextmanager

@@ -35,19 +35,22 @@ from meshmend.launch.messages import (
     unpack,
 )
 from meshmend.launch.store import Store
+from network import has_ipv6
 
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 SECRET, JOB, MACHINE = "swordfish", "job", "4x4 in hosts of 2x2"
 
 
 class Serving:
     """A store in a thread, and its hosts."""
 
-    def __init__(self, port: int = 0, **settings: Any) -> None:
+    def __init__(self, port: int = 0, address: str = "127.0.0.1", **settings: Any) -> None:
         self.lines: list[str] = []
         self.received: dict[int, list[str]] = {}
         """What each host was told."""
         self._stop = threading.Event()
-        self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, log=self.lines.append)
+        where: dict[str, Any] = {"address": address, "port": port}
+        self.store = Store(Membership(**settings), job=JOB, secret=SECRET, log=self.lines.append, **where)
         self.port = self.store.port
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -79,11 +82,11 @@ class Serving:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
-    def member(self, host: int, **more: Any) -> Member:
+    def member(self, host: int, at: str = "127.0.0.1", **more: Any) -> Member:
         received = self.received[host] = []
         settings = {"machine": MACHINE, "hosts": (1, 2), "secret": SECRET, "job": JOB, **more}
         settings |= {"on_message": lambda message: received.append(message["type"])}
-        return Member(f"127.0.0.1:{self.port}", host=host, **settings)
+        return Member(f"{at}:{self.port}", host=host, **settings)
 
     def wait_for(self, words: str) -> None:
         until = time.monotonic() + 10
@@ -129,6 +132,46 @@ def test_hosts_meet_and_hear_of_a_death_at_once(serving: Serving) -> None:
         assert stopped is not None
         assert stopped["lost"] == 1
         assert joined(first)[0].hosts == (0,)
+
+
+@needs_ipv6
+def test_hosts_meet_over_ipv6() -> None:
+    serving = Serving(address="::1")
+    members = serving.member(0, "[::1]"), serving.member(1, "[::1]")
+    try:
+        places = joined(*members)
+        assert {one.coordinator for one in places} == {"[::1]:7000"}, "as gRPC reads it"
+        assert {one.address for one in places} == {"::1"}
+        assert any(line.endswith(f"listens on [::1]:{serving.port}") for line in serving.lines), serving.lines
+    finally:
+        for member in members:
+            member.close()
+        serving.stop()
+
+
+@needs_ipv6
+def test_a_store_for_the_whole_network_takes_hosts_of_both_kinds() -> None:
+    serving = Serving(address="::")
+    members = serving.member(0, "127.0.0.1"), serving.member(1, "[::1]")
+    try:
+        places = joined(*members)
+        assert [one.address for one in places] == ["127.0.0.1", "::1"]
+        assert {one.coordinator for one in places} == {"127.0.0.1:7000"}
+    finally:
+        for member in members:
+            member.close()
+        serving.stop()
+
+
+def test_an_address_that_is_given_with_brackets_is_told_without() -> None:
+    serving = Serving()
+    member = serving.member(0, address="[fd00::7]", hosts=(1, 1))
+    try:
+        (place,) = joined(member)
+        assert (place.address, place.coordinator) == ("fd00::7", "[fd00::7]:7000")
+    finally:
+        member.close()
+        serving.stop()
 
 
 def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> None:
@@ -202,6 +245,46 @@ def test_a_host_without_a_store_says_so() -> None:
     ):
         alone.join(7000)
     alone.close()
+
+
+def test_a_host_says_now_and_then_that_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where, for how long and why, though it waits for one that has accepted the connection and says nothing."""
+    monkeypatch.setattr("meshmend.launch.member.BEAT_S", 0.05)
+    monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
+    monkeypatch.setattr("meshmend.launch.member.STILL_AWAY_S", 0.4)
+    told: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        alone = Member(
+            where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append, silent_s=60
+        )
+        until = time.monotonic() + 10
+        while len(told) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        alone.close()
+    assert [(one["type"], one["where"], one["why"], one["reached"]) for one in told] == [
+        ("unreachable", where, "no answer", False)
+    ] * 3
+    first, second, third = (one["for_s"] for one in told)
+    assert first >= 0.2
+    assert min(second - first, third - second) >= 0.4
+
+
+def test_a_host_that_has_reached_the_store_says_that_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
+    told: list[dict[str, Any]] = []
+    serving = Serving()
+    where = f"127.0.0.1:{serving.port}"
+    member = Member(where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append)
+    member.join(7000)
+    assert not any("for_s" in one for one in told)
+    serving.stop()
+    until = time.monotonic() + 10
+    while not any("for_s" in one for one in told) and time.monotonic() < until:
+        time.sleep(0.02)
+    member.close()
+    (away,) = [one for one in told if "for_s" in one]
+    assert away["reached"]
 
 
 def test_a_port_in_use_is_named() -> None:

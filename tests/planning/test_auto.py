@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from meshmend import Mesh, plan
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
-from meshmend.planning.auto import CHOICES, Candidates
+from meshmend.planning.auto import CHOICES, OTHERS, Candidates
 from strategies import block_meshes, torn_meshes
 
+HOLED = Mesh("8x8", failed=["2x2@2,2"])
 PAYLOADS = [float(x) for x in np.logspace(3, 10, 3)]
 MACHINES = ["ideal", "tpu-v3", "tpu-v3-xla", "ethernet-10g"]
 
@@ -23,6 +26,44 @@ MACHINES = ["ideal", "tpu-v3", "tpu-v3-xla", "ethernet-10g"]
 def variants(mesh: Mesh, step_cost: float) -> list[Planner]:
     able = [kind() for kind in CHOICES if kind().unsupported_reason(mesh) is None]
     return [*able, *(variant for planner in able for variant in planner.variants(mesh, step_cost))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"planner": "weave"},
+        {"planner": "weave", "payload_bytes": 1e6},
+        {"planner": "hamiltonian", "neighbours_only": True},
+        {"neighbours_only": True},
+        {"mode": "asynchronous"},
+        {"collective": "reduce-scatter"},
+        {"planner": "weave", "payload_bytes": 1e6, "collective": "all-gather"},
+    ],
+    ids=str,
+)
+def test_planning_asks_each_planner_once(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it serves the mesh, which parameters are worth trying, and for its schedule."""
+    asked: Counter[Any] = Counter()
+
+    def counted(kind: type, question: str) -> None:
+        whole = getattr(kind, question)
+
+        def count(self: Any, *given: Any, **more: Any) -> Any:
+            asked[(question, self, *given) if kind is not Candidates else question] += 1
+            return whole(self, *given, **more)
+
+        monkeypatch.setattr(kind, question, count)
+
+    counted(Candidates, "__init__")
+    for kind in (*CHOICES, *OTHERS):
+        for question in ("_check", "_plan", "variants", "slack_variants"):
+            counted(kind, question)
+    plan(HOLED, budget_s=0.1, **words)
+    assert asked.pop("__init__", 0) == (words.keys() != {"planner"} and words.get("planner") != "hamiltonian")
+    # Row pairs try only those parameters with which they serve the mesh, so that they have asked themselves before.
+    assert {key: n for key, n in asked.items() if n > 1 + isinstance(key[1], RowPairs)} == {}
+    assert sum(key[0] == "_plan" for key in asked) >= 1
 
 
 @given(

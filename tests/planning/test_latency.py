@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -150,3 +152,23 @@ def test_the_same_mesh_gives_the_same_plan() -> None:
     lay_out.cache_clear()
     assert Latency(1, 2).plan(mesh) == one
     assert one.n_transfers < Weave().n_transfers(mesh)
+
+
+@pytest.mark.parametrize("shape", ["1x2", "2x2", "4x8", "2x4x4"])
+def test_a_full_mesh_of_a_power_of_two_has_a_chip_at_every_site(shape: str) -> None:
+    mesh = Mesh(shape)
+    sites = lay_out(mesh)
+    assert sorted(sites.chips.tolist()) == list(range(mesh.n_chips))
+    assert (sites.folded == -1).all()
+    for bit in sites.bits:
+        for site in range(sites.n):
+            here, there = (mesh.coords[sites.chips[s]] for s in (site, site ^ (1 << bit.number)))
+            apart = [0] * mesh.n_axes
+            apart[bit.axis] = int(bit.reach)
+            assert abs(here - there).tolist() == apart
+
+
+def test_such_a_mesh_is_laid_out_without_scipys_optimizer() -> None:
+    lines = "import sys; from meshmend import Mesh; from meshmend.planning.latency.sites import lay_out"
+    check = "lay_out(Mesh('4x4')); assert 'scipy.optimize' not in sys.modules"
+    subprocess.run([sys.executable, "-c", f"{lines}; {check}"], check=True, timeout=60)

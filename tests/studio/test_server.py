@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 from starlette.testclient import TestClient
 
 import meshmend as mm
-from meshmend.studio import server
+from meshmend.cost import Hardware
+from meshmend.cost.hardware import write_hardware
+from meshmend.studio import server, workers
 from meshmend.studio.server import MAX_QUESTION_BYTES, MAX_UPLOAD_BYTES, PAGE, make_app
 from meshmend.studio.state import State
 from meshmend.studio.workers import AnswerProcesses, NoAnswerError
@@ -142,7 +145,7 @@ def test_answers_travel(studio: TestClient) -> None:
         ("/answer", b'{"shape": "99x99"}', "has 9,801 chips; the studio shows up to 2,048"),
         ("/answer", b'{"shape": "4x4", "fail": ["4x1@0,1"]}', "disconnected groups"),
         ("/answer", b'{"planner": "guess"}', "There is no planner 'guess'"),
-        ("/answer", b'{"hardware": "abacus"}', "There is no hardware 'abacus'"),
+        ("/answer", b'{"hardware": "abacus"}', "The studio has no hardware 'abacus'"),
         ("/answer", b'{"payload": "much"}', "is not a payload"),
         ("/answer", b'{"saved": "../../x"}', "The saved plan of this link is not here"),
         ("/plan", b'{"shape": "4y4"}', "'4y4' is not a shape"),
@@ -153,6 +156,30 @@ def test_answers_travel(studio: TestClient) -> None:
 def test_what_cannot_be_answered_says_why(studio: TestClient, path: str, content: bytes, message: str) -> None:
     response = studio.post(path, content=content, headers={"Content-Type": "application/json"})
     refused(response, 200, message)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+@pytest.mark.parametrize("path", ["/answer", "/alternatives", "/steps", "/availability", "/plan", "/upload"])
+def test_no_file_of_this_machine_is_opened(
+    studio: TestClient, path: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what a question names as its hardware, nor what a machine's description names.
+
+    A named pipe would keep the process that opens it until its time is over.
+    """
+    monkeypatch.setattr(workers, "TIME_LIMIT_S", 20.0)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short name, as a state has
+        named = Path(folder) / "rates.json"
+        if kind == "file":
+            write_hardware(Hardware("somebody's", 1e9), named, {})
+        else:
+            os.mkfifo(named)
+        if path == "/upload":
+            machine = json.dumps({"meshmend": 1, "shape": "4x4", "hardware": str(named)})
+            response = studio.post("/upload?name=mine.json", content=machine.encode(), headers=OCTETS)
+        else:
+            response = studio.post(path, json={"shape": "4x4", "hardware": str(named)})
+    refused(response, 200, f"The studio has no hardware '{named}', and opens no files.")
 
 
 def test_layouts_have_limits(studio: TestClient) -> None:

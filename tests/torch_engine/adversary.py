@@ -2,8 +2,9 @@
 
 Messages cross chunk by chunk, at any moment between their send and its completion. A message that is not staged is
 read from its sender's memory at that very moment, and a direct one written to its receiver's: whatever changes too
-early shows in the sums. A chip posts few receives ahead and takes them in order, as the engine does, so that a wait
-which cannot end shows as a deadlock.
+early shows in the sums. A chip posts few receives ahead and takes those of each neighbour in order, as the engine does;
+or it posts them all and takes those of all neighbours in order of step, as the engine does with few short messages. So
+a wait which cannot end shows as a deadlock.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class _Network:
                 assert receive.tag == len(self.into[receive.peer, rank])
                 self.into[receive.peer, rank].append(number)
         assert {link: len(sent) for link, sent in self.out.items()} == {k: len(v) for k, v in self.into.items()}
+        share = rng.choice([0.0, 0.5, 1.0])
+        self.in_order = {rank for rank in range(len(held)) if rng.random() < share}
         self.issued: dict[tuple[int, int], int] = defaultdict(int)
         self.taken: dict[tuple[int, int], int] = defaultdict(int)
         self.under_way: dict[tuple[int, int, int], int] = {}
@@ -81,11 +84,13 @@ class _Network:
             send = self.programs[src].sends[self.out[link][issued]]
             if self.written[src].issuperset(send.after_receives):
                 events.append(("issue", link, issued))
-        posted = range(taken, min(issued, taken + self.depth))
+        posted = range(taken, issued if dst in self.in_order else min(issued, taken + self.depth))
         events += [("carry", link, number) for number in posted if (src, dst, number) in self.under_way]
         if taken < issued and (src, dst, taken) not in self.under_way:
-            receive = self.programs[dst].receives[self.into[link][taken]]
-            if receive.direct or self._may_write(dst, receive):
+            own = self.into[link][taken]
+            receive = self.programs[dst].receives[own]
+            is_next = dst not in self.in_order or own == len(self.written[dst])
+            if is_next and (receive.direct or self._may_write(dst, receive)):
                 events.append(("take", link, taken))
         return events
 

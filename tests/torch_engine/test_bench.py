@@ -17,6 +17,7 @@ from meshmend.cli import app
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
 BACKENDS = Path(__file__).parents[2] / "benchmarks/torch_backend.py"
+STEPS = BACKENDS.with_name("torch_steps.py")
 
 
 def bench(*words: str) -> Any:
@@ -51,6 +52,19 @@ def test_backends_are_timed_side_by_side() -> None:
     for result in results:
         assert result["ratio"] == pytest.approx(result["meshmend_s"] / result["gloo_s"])
         assert (result["mesh"], result["chips"], result["units"]) == ("1x2", 2, None)
+
+
+@pytest.mark.slow
+def test_scripts_under_torchrun_are_timed_side_by_side() -> None:
+    command = [sys.executable, str(STEPS), "--shape", "1x2", "--steps", "5", "--repeat", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    facts = json.loads(done.stdout)
+    gloo, ours = facts["medians"]["gloo"], facts["medians"]["meshmend"]
+    assert gloo["weights"] == pytest.approx(ours["weights"], abs=1e-4)
+    for name, ratio in facts["ratios"].items():
+        assert gloo[name] > 0
+        assert ratio == pytest.approx(ours[name] / gloo[name])
 
 
 def test_updates_are_timed_beside_their_all_reduces() -> None:

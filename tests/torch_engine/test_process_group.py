@@ -112,7 +112,7 @@ def test_a_member_that_leaves_gives_the_others_an_error_until_they_configure_aga
 
     for chip, messages in with_store(members, main).items():
         assert len(messages) == 2, chip
-        wanted = "left the group" if chip == (1, 1) else "gave up an all-reduce"
+        wanted = "left the group" if chip == (1, 1) else "gave up a collective"
         assert all(wanted in message for message in messages)
 
 

@@ -15,6 +15,7 @@ from random_schedules import random_schedule, repeated_with_idle_steps
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
 import meshmend.torch as mmt  # noqa: E402
+from meshmend.torch import run  # noqa: E402
 from torch_engine.processes import on_every_chip  # noqa: E402
 from torch_engine.threads import on_every_thread  # noqa: E402
 
@@ -122,8 +123,10 @@ def test_one_send_that_two_receives_wait_for() -> None:
         assert found == [[6.0]] * 3
 
 
+@pytest.mark.parametrize("n_short", [0, run.SHORT_MESSAGES, 10**6])
 @pytest.mark.parametrize("n_chips", [1, 3, 8])
-def test_random_schedules_among_threads(n_chips: int) -> None:
+def test_random_schedules_among_threads(n_chips: int, n_short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SHORT_MESSAGES", n_short)  # a thread per neighbour, or one for all
     todo = schedules(range(300, 340), n_chips)
     wanted = [payload(i, size, n_chips).sum(axis=0).tobytes() for i, _ in enumerate(todo) for size in SIZES]
     mesh = Mesh((1, n_chips))

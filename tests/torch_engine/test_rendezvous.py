@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'meshme
 import torch.distributed as dist
 
 from meshmend import Mesh
-from meshmend.errors import MeshError, RendezvousError
+from meshmend.errors import DisagreementError, MeshError, RendezvousError
 from meshmend.torch.membership import MemberInfo, compare, survivors
 from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
 
@@ -110,3 +110,37 @@ def test_members_leave_out_what_any_knows_and_refuse_other_terms() -> None:
         compare(read[0], [MemberInfo.read("17|1,1|meshmend 0.1, 3x3")])
     with pytest.raises(MeshError, match=r"2 members say that they are chip \(0,0\)"):
         compare(read[0], [read[0], read[0]])
+
+
+def test_thousands_of_members_are_compared_once_each() -> None:
+    n_compared = 0
+
+    class Counted(tuple[int, ...]):
+        __slots__ = ()
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal n_compared
+            n_compared += 1
+            return tuple.__eq__(self, other)
+
+    members = [MemberInfo(Counted((rank // 64, rank % 64)), "alike", frozenset(), 0) for rank in range(2048)]
+    compare(members[0], members)
+    assert n_compared <= 2 * len(members)
+
+
+def test_thousands_of_calls_that_differ_are_compared_once_each() -> None:
+    n_compared = 0
+
+    class Counted(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal n_compared
+            n_compared += 1
+            return str.__eq__(self, other)
+
+    error = DisagreementError([Counted(f"call {rank % 1500}") for rank in range(2048)])
+    assert "ranks 0, 1500: call 0; ranks 1, 1501: call 1;" in str(error)
+    assert n_compared <= 2 * 2048

@@ -20,13 +20,14 @@ from meshmend.cost import Forecast
 from meshmend.errors import MeshmendError
 from meshmend.topology import Mesh, name_cable, name_shape
 
-REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 EXIT_CODES = {
     0: "done",
     REFUSED: "failed, with one line that says why: no plan, no proof, a file that cannot be read or written",
     USAGE: "usage error: an unknown option, a missing argument",
     INTERRUPTED: "interrupted (Ctrl-C)",
     PIPE_CLOSED: "the reader of the output closed the pipe",
+    TERMINATED: "`meshmend run` was ended by SIGTERM",
 }
 """What each exit code means; `meshmend --help` and the documentation say the same."""
 

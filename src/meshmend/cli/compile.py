@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshmend.cli.common import mesh_facts, print_result, without_devices
-from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
+from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, read_wrap
 from meshmend.cli.terminal import working
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
@@ -74,7 +73,10 @@ def command(
     generation, _, chips = topology.partition(":")
     if is_shape(chips):  # libtpu knows one way to write it
         topology = f"{generation}:{name_shape(parse_shape(chips))}"
-    fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
+    fabric = slice_fabric(topology, failed=fail or (), cores=cores)
+    if wrap != WIRED:  # the slice says how many axes it has: 4x4x1 has two
+        wraps = read_wrap(wrap, fabric.mesh.n_axes)
+        fabric = slice_fabric(topology, failed=fail or (), wrap=wraps, cores=cores)
     cut = None if tile is None else cut_slice(fabric, tile)
     fabric = fabric if cut is None else cut
     with working(f"planning and proving {fabric.mesh}", json):
@@ -123,14 +125,3 @@ def _size_of(report: Compiled, cut: TiledFabric | None) -> dict[str, str]:
     side, wasted = name_shape(cut.tiling.side), cut.tiling.n_wasted
     of = f"{side} chips, {cut.devices_per_tile} devices ({report.device_kind})"
     return {"tiles": f"{report.chips:,} of {of}; {wasted} live chip{'s' * (wasted != 1)} unused"}
-
-
-def _read_wrap(text: str) -> bool | list[bool] | None:
-    """Return which axes wrap; None stands for those that wrap in a slice of that kind and shape."""
-    if text == WIRED:
-        return None
-    if text in ("none", "all"):
-        return text == "all"
-    if not re.fullmatch(r"\d(,\d)*", text, re.ASCII):
-        raise ParameterError(f"--wrap {text}: expected slice, none, all, or axes as in 0,1.")
-    return [str(axis) in text.split(",") for axis in range(1 + int(max(text.split(","))))]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshmend.errors import LaunchError
 from meshmend.extras import require
+from meshmend.launch.addresses import split_address
 from meshmend.launch.environment import check_address
 from meshmend.launch.metrics import serve_metrics
 
@@ -29,6 +30,5 @@ def serving(where: str | None, shared: Path | None) -> Iterator[None]:
         yield
         return
     shared.mkdir(parents=True, exist_ok=True)
-    address, port = where.rsplit(":", 1)
-    with serve_metrics(shared, address, int(port)):
+    with serve_metrics(shared, *split_address(where)):
         yield

@@ -16,15 +16,16 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import exit_on_error
+from meshmend.cli.common import TERMINATED, exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
+from meshmend.cli.quarantine import parse_duration
 from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.files import locked
-from meshmend.launch.agent import name_code
+from meshmend.launch.agent import SAVE_S, name_code
 from meshmend.launch.environment import (
     DOMAIN,
     SHARED,
@@ -45,9 +46,32 @@ from meshmend.launch.timeline import timeline_of
 from meshmend.launch.watching import Watch
 
 WATCH_S = 0.1
+STATE_WAIT = "30min"
+"""How long survivors wait for hosts that have missing parts of the state: a reboot, or a cable that is plugged in."""
+
+StartOverOption = Annotated[
+    bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
+]
+StateWaitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--state-wait",
+        metavar="TIME",
+        help="Wait for absent hosts that have missing parts of the state. [default: 30min; with --local: 0s]",
+    ),
+]
+MachineFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--machine",
+        metavar="FILE",
+        help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
+    ),
+]
 
 
 def command(
+    ctx: typer.Context,
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments; or -m MODULE.")
     ],
@@ -62,14 +86,7 @@ def command(
             "--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1. [or MESHMEND_WRAP]"
         ),
     ] = None,
-    described: Annotated[
-        Path | None,
-        typer.Option(
-            "--machine",
-            metavar="FILE",
-            help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
-        ),
-    ] = None,
+    described: MachineFileOption = None,
     hosts: Annotated[
         str | None,
         typer.Option("--hosts", metavar="MIN:MAX", help="How many hosts to start with, and how many there are."),
@@ -109,6 +126,8 @@ def command(
             "--restarts", metavar="N", min=0, help="Failures of the script itself, without a new step between them."
         ),
     ] = 3,
+    start_over: StartOverOption = False,
+    state_wait: StateWaitOption = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
     ] = False,
@@ -121,6 +140,10 @@ def command(
 
     Example: meshmend run --local 4x8 --host 4x2 --kill 1@20 train.py
     """
+    if script[0].startswith("-") and script[0] != "-m":
+        # Options of the script are not known here, so the parser lets all pass; before the script it must not.
+        ctx.ignore_unknown_options = False
+        ctx.command.make_parser(ctx).parse_args(list(script))
     with exit_on_error(as_json=False):
         if described is not None and wrap is not None:
             raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
@@ -135,6 +158,8 @@ def command(
             max_restarts=restarts,
             warm=not cold,
             domain=domain,
+            start_over=start_over,
+            state_wait_s=parse_duration(state_wait or (STATE_WAIT if local is None else "0s")),
         )
         metrics = check_metrics(metrics, shared)
         if local is not None:
@@ -149,7 +174,7 @@ def command(
             run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
         require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
         # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _on_sigterm)
         with serving(metrics, shared):
             run()
 
@@ -168,6 +193,8 @@ class _Asked:
     max_restarts: int
     warm: bool
     domain: str | None
+    start_over: bool
+    state_wait_s: float
 
     def cut(self, host: str) -> Hosts:
         """Return the hosts of the machine, each with so many chips."""
@@ -219,6 +246,8 @@ def _host_of_cluster(
         address=address or "",
         max_restarts=asked.max_restarts,
         warm=asked.warm,
+        start_over=asked.start_over,
+        state_wait_s=asked.state_wait_s,
     )
     return partial(_run_here, what, find_secret(secret_file))
 
@@ -287,8 +316,9 @@ def _run_here(what: HostDescription, secret: str) -> None:
     folder = Path(what.timeline).parent.parent if what.timeline else None
     job = None if folder is None or not folder.is_dir() else Watch(folder, only=str(what.host))
     with (
-        _telling_of_interrupts(screen, job),
+        _telling_of_interrupts(screen, job, began),
         HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes,
+        _announcing_interrupts(screen),
     ):
         processes.start(what)
         while processes.running:
@@ -300,6 +330,7 @@ def _run_here(what: HostDescription, secret: str) -> None:
     screen.flush()
     if status:
         raise LaunchError(_why(screen, {what.host: status}))
+    screen.tell_raised()
     screen.say(f"host {what.host} is done: {screen.over['why'] if screen.over else 'the job is over'}")
 
 
@@ -313,18 +344,45 @@ def _why(screen: Screen, statuses: dict[int, int]) -> str:
     return f"Host {host} ended with {name_code(status)}; what it wrote is above."
 
 
+class Interrupted(KeyboardInterrupt):
+    """Somebody has sent SIGTERM: it ends the job as Ctrl-C does, with an exit code of its own."""
+
+
+def _on_sigterm(*_: object) -> None:
+    raise Interrupted
+
+
 @contextmanager
-def _telling_of_interrupts(screen: Screen, job: Watch | None) -> Iterator[None]:
+def _telling_of_interrupts(screen: Screen, job: Watch | None, began: float) -> Iterator[None]:
     """Say after Ctrl-C, or SIGTERM, what is stopped, and what the same command would go on from."""
     try:
         yield
-    except KeyboardInterrupt:
-        saved = 0
+    except KeyboardInterrupt as interrupt:
+        saved = done = 0
         if job is not None:
             job.read()
-            saved = max((one.saved for one in job.latest.values()), default=0)
-        kept = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint of it yet"
-        screen.say(f"interrupted: all hosts are stopped; {kept}", "bold yellow")
+            saved = max((one.saved for one in job.newest), default=0)
+            done = max((one.last for one in job.newest if one.started > began), default=0)
+        kept = f"step {saved} is saved: the same command goes on from there" if saved else "no checkpoint is there yet"
+        lost = f"; steps up to {done} were not saved" * (done > saved)
+        screen.say(f"interrupted: all hosts are stopped; {kept}{lost}", "bold yellow")
+        if isinstance(interrupt, Interrupted):
+            raise typer.Exit(TERMINATED) from None
+        raise
+
+
+@contextmanager
+def _announcing_interrupts(screen: Screen) -> Iterator[None]:
+    """Say at Ctrl-C, or SIGTERM, what the hosts do before they end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        screen.say(
+            f"interrupted: the hosts finish their step and save it, for at most {SAVE_S:.0f} s; Ctrl-C again ends them "
+            "at once",
+            "bold yellow",
+        )
+        screen.is_ending = True
         raise
 
 
@@ -346,7 +404,7 @@ def _run_locally(
         job.read()
         n_hosts = f"{len(machine)} host{'s' * (len(machine) != 1)}"
         screen.say(f"{machine}: {n_hosts} on this machine, files in {folder}")
-        stack.enter_context(_telling_of_interrupts(screen, job))
+        stack.enter_context(_telling_of_interrupts(screen, job, began))
         hosts = LocalJob(
             asked.argv,
             machine,
@@ -354,6 +412,8 @@ def _run_locally(
             least=least,
             max_restarts=asked.max_restarts,
             warm=asked.warm,
+            start_over=asked.start_over,
+            state_wait_s=asked.state_wait_s,
             machine=asked.machine,
             secret=secret,
             environment=lambda host: {DOMAIN: domains[host]},
@@ -361,6 +421,7 @@ def _run_locally(
             on_event=screen.event,
         )
         running = stack.enter_context(hosts)
+        stack.enter_context(_announcing_interrupts(screen))
         running.start()
         while running.running:
             job.read()
@@ -409,6 +470,7 @@ def _summarise(
     for host, status in statuses.items():
         if status:
             screen.say(f"host {host} has ended with {name_code(status)}; the others finished without it", "bold yellow")
+    screen.tell_raised()
     rounds = [one for one in rounds_of(job.histories.values()) if one.started > began]
     if rounds:
         step, chips = rounds[-1].last, ", then ".join(str(n) for n, _ in groupby(one.chips for one in rounds))

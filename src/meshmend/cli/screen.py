@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshmend.cli.terminal import plain, print_line
-from meshmend.launch.goodput import HostRound
+from meshmend.launch.goodput import HostRound, rounds_of
 from meshmend.launch.hosts import name_hosts
 from meshmend.launch.job import Event
 from meshmend.launch.watching import Watch
@@ -28,7 +29,8 @@ QUIET_S = 2.0
 """A phase of a start is named when it has lasted so long."""
 PHASES = {
     "": "starting",
-    "start": "measuring the links, and planning",
+    "start": "planning and compiling",
+    "measuring": "measuring the links",
     "plan": "planning and compiling",
     "compile": "restoring the state",
     "restore": "doing the first step",
@@ -62,6 +64,11 @@ class Screen:
         self._phases: set[tuple[int, str]] = set()
         self._lost_at: list[float] = []
         """When the losses were heard of that the job has not recovered from yet."""
+        self._round = 0
+        self.raised: list[str] = []
+        """Which hosts have raised an error, which a job that ends well must not hide."""
+        self.is_ending = False
+        """Whether the job was interrupted: then it is no news that hosts leave, and rounds end."""
         self.errors: list[str] = []
         self.over: Event | None = None
 
@@ -108,13 +115,15 @@ class Screen:
     def event(self, event: Event) -> None:
         """Show what a host's agent reports."""
         kind, host = event["event"], event["host"]
+        if self.is_ending and kind in ("round", "store", "short", "failed"):
+            return
         if kind == "round":
             starting, waiting = event["hosts"], event["cut_off"]
             said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"
             waits = f"; {name_hosts(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, cut off from them"
             if said + waits * bool(waiting) not in self._said:
                 self.flush()
-                self._first = min(starting)
+                self._first, self._round = min(starting), event["number"]
                 self._written.clear()
                 self._native.clear()
             self.say(said + waits * bool(waiting))
@@ -123,8 +132,14 @@ class Screen:
             if event["lost"] is not None and said not in self._said:
                 self.lost(time.time())
             self.say(said, "bold yellow")
-        elif kind == "store" and event["type"] == "unreachable":
-            self.say(f"host {host} cannot reach the store ({event['why']}); it tries again", "bold yellow")
+        elif kind == "store" and event["type"] == "unreachable" and "for_s" in event:
+            since = (
+                f"host {host} has not reached the store at {event['where']} for {event['for_s']:.0f} s ({event['why']})"
+            )
+            todo = "start `meshmend store` there, or give its address as --store"
+            if event["reached"]:
+                todo = "training goes on; start `meshmend store` there again"
+            self.say(f"{since} and tries again: {todo}", "bold yellow")
         elif kind == "short":
             here = event["hosts"]
             waits = f"{name_hosts(here)} wait{'s' * (len(here) == 1)}"
@@ -151,11 +166,17 @@ class Screen:
         if event["kind"] == "transient" and not event["trace"] and event["error"].startswith("lost a peer"):
             return
         shown = event["trace"] or event["error"]
+        self.raised.append(f"host {host} raised {event['error'].rstrip('.')} in round {self._round}")
         if shown not in self._shown_traces:
             self._shown_traces.add(shown)
             self.flush()
             for text in shown.rstrip("\n").split("\n"):
                 self._show(host, text)
+
+    def tell_raised(self) -> None:
+        """Show the errors that a finished job went on after: what the loop did not do in that step stays undone."""
+        for one in self.raised:
+            self.say(f"{one}, and the job went on", "bold yellow")
 
     def lost(self, at: float) -> None:
         """Take note of when a host was killed: the others hear of it later."""
@@ -197,6 +218,27 @@ class Screen:
                 f"{step} is done {recovery.total_s:.1f} s after the loss{stages_text(recovery.stages_s)}"
             )
         self.say(f"round {now.number}: {said}", "bold green")
+        if repeated := repeated_text(job, now):
+            self.say(f"round {now.number}: {repeated}", "bold yellow")
+
+
+def repeated_text(job: Watch, now: HostRound) -> str:
+    """Return which steps a round does again, and why; "" if it goes on with the next one."""
+    rounds = rounds_of(job.histories.values())
+    before = next((before for before, one in pairwise(rounds) if one.number == now.number), None)
+    if before is None or before.last <= now.resumed:
+        return ""
+    n_steps, every = before.last - now.resumed, before.kept_every
+    which = f"step {before.last} is" if n_steps == 1 else f"steps {now.resumed + 1} to {before.last} are"
+    if now.source == "memory":
+        why = (
+            f"copies in memory are kept every {f'{every} steps' if every > 1 else 'step'}"
+            if every >= n_steps
+            else "the next copy was not complete"
+        )
+    else:
+        why = f"the last checkpoint is of step {now.resumed}" if now.resumed else "there was no copy and no checkpoint"
+    return f"{which} repeated, because {why}"
 
 
 def stages_text(stages_s: dict[str, float]) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
+from meshmend.launch.addresses import split_address
 from meshmend.launch.environment import check_address, find_job, find_secret
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import DEFAULT_PORT
@@ -30,7 +31,8 @@ SecretOption = Annotated[
 
 def command(
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 for the whole network.")
+        str,
+        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 or [::] for the whole network."),
     ] = f"127.0.0.1:{DEFAULT_PORT}",
     job: JobOption = None,
     secret_file: SecretOption = None,
@@ -42,7 +44,7 @@ def command(
 
     Example: meshmend store --listen 10.0.0.7:29400 --secret-file secret
     """
-    address, port = check_address(listen, "--listen").rsplit(":", 1)
+    address, port = split_address(check_address(listen, "--listen"))
     name, secret = find_job(job), find_secret(secret_file)
 
     def log(line: str) -> None:
@@ -51,7 +53,7 @@ def command(
         os.write(sys.stdout.fileno(), text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
 
     raise_file_limit()
-    with Store(Membership(), job=name, secret=secret, address=address, port=int(port), log=log) as store:
+    with Store(Membership(), job=name, secret=secret, address=address, port=port, log=log) as store:
         over = store.serve()
     if not over["ok"]:
         raise LaunchError(f"The job failed: {over['why']}.")

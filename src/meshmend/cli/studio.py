@@ -21,8 +21,9 @@ from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LaunchError
 from meshmend.extras import require
+from meshmend.launch.addresses import is_loopback, join_address, split_address
+from meshmend.launch.addresses import listen as listen_at
 from meshmend.launch.environment import check_address
-from meshmend.launch.store import is_loopback
 from meshmend.planning import Auto
 from meshmend.studio import State
 
@@ -52,17 +53,17 @@ def command(
 
     Example: meshmend studio 16x32 --fail 4x2@6,8 --payload 1GB --hardware tpu-v6e
     """
-    address, port = check_address(listen, "--listen", DEFAULT_PORT).rsplit(":", 1)
+    address, port = split_address(check_address(listen, "--listen", DEFAULT_PORT))
     require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
     mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
     chosen = machine.hardware(hardware) or DEFAULT_HARDWARE
     state = State.of(mesh, payload=payload, hardware=chosen, planner=planner)
     state.mesh, state.payload_bytes, state.made_planner()  # whatever is wrong with them is said here
-    with _listening(address.strip("[]"), int(port)) as server:
-        port = str(server.getsockname()[1])
-        url = f"http://{address}:{port}/#{state.fragment}"
+    with _listening(address, port) as server:
+        port = int(server.getsockname()[1])
+        url = f"http://{join_address(address, port)}/#{state.fragment}"
         if json:
-            print_json({"url": url, "address": address, "port": int(port)})
+            print_json({"url": url, "address": address, "port": port})
         else:
             print_line(("meshmend studio", "bold"), f"  {plain(url)}")
             print_line(("Ctrl-C ends it.", "dim"))
@@ -75,11 +76,10 @@ def command(
 
 def _listening(address: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return listen_at(address, port)
     except OSError as error:
-        raise LaunchError(
-            f"--listen {address}:{port}: {error.strerror or error}. Choose another port, or 0 for any that is free."
-        ) from None
+        why = f"{join_address(address, port)}: {error.strerror or error}"
+        raise LaunchError(f"--listen {why}. Choose another port, or 0 for any that is free.") from None
 
 
 def _serve(server: socket.socket, address: str) -> None:

@@ -86,7 +86,8 @@ class Hardware:
     @property
     def priced(self) -> tuple[object, ...]:
         """All that a time depends on: two of the same are the same to a planner, whatever they are called."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[1:-1])
+        words = ("name", "sources")
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in words)
 
 
 _HOP = (

@@ -16,7 +16,7 @@ _BYTES = {prefix + "b": factor for prefix, factor in _DECIMAL.items()} | {
 }
 _BYTE_RATE = re.compile(r"([KkMGT]?i?B)(?:/s|ps)?")
 _BIT_RATE = re.compile(r"([KkMmGgTt]?)(?:b/s|bps|[Bb]it(?:/s|ps)?)")
-_PER_SECOND = {"h": 1 / 3600, "min": 1 / 60, "s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "μs": 10**6, "ns": 10**9}
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "μs": 10**6, "ns": 10**9}
 
 
 def parse_bytes(text: str) -> float:
@@ -53,14 +53,14 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a time: `5us`, `1.5ms`, `2s`, `10min`, `2h`, `0`.
+    """Read a time: `5us`, `1.5ms`, `2s`, `0`.
 
-    >>> parse_seconds("5us"), parse_seconds("10min"), parse_seconds("0")
-    (5e-06, 600.0, 0.0)
+    >>> parse_seconds("5us"), parse_seconds("0")
+    (5e-06, 0.0)
     """
-    number, unit = _split(text, "a time", "5us, 1.5ms, 2s, 10min")
+    number, unit = _split(text, "a time", "5us, 1.5ms, 2s")
     if unit.lower() not in _PER_SECOND and not (unit == "" and number == 0):
-        raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in 5us, 1.5ms, 2s or 10min.")
+        raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in 5us, 1.5ms or 2s.")
     return number / _PER_SECOND.get(unit.lower(), 1)
 
 

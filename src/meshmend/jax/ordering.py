@@ -129,7 +129,7 @@ def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_in
 
 
 def _scan(operation: JaxprEqn, operands: Values) -> Values:
-    settings, carries = operation.params, _carried(operation)
+    settings, carries = operation.params, carried_operands(operation)
     n_carried = len(carries)
     fixed, carried, rows = operands[: carries.start], operands[carries.start : carries.stop], operands[carries.stop :]
 
@@ -184,14 +184,14 @@ def _once_there(before: Values, operation: JaxprEqn, operands: Values) -> Values
     whole = [yes and jnp.issubdtype(x.dtype, jnp.integer) for yes, x in zip(waits, operands, strict=True)]
     if operation.primitive.name not in LOOPS or not any(whole):
         return [_plus(zero, x) if yes else x for yes, x in zip(waits, operands, strict=True)]
-    carried = _carried(operation)
+    carried = carried_operands(operation)
     return [
         _plus(zero, x) if whole[i] else _plus_first(zero, x) if waits[i] and i in carried else x
         for i, x in enumerate(operands)
     ]
 
 
-def _carried(operation: JaxprEqn) -> range:
+def carried_operands(operation: JaxprEqn) -> range:
     """Return which operands of a loop it carries from one turn to the next."""
     settings = operation.params
     if operation.primitive.name == "scan":
@@ -213,9 +213,9 @@ def _waits_anyway(before: Values, operation: JaxprEqn, operands: Values) -> bool
 
     To wait for its first element too would keep the payload alive while the loop writes into it: XLA would copy it.
     """
-    if operation.primitive.name != "scan" or len(before) != 1 or len(_carried(operation)) != 1:
+    if operation.primitive.name != "scan" or len(before) != 1 or len(carried_operands(operation)) != 1:
         return False
-    (carried,), body = _carried(operation), operation.params["jaxpr"].jaxpr
+    (carried,), body = carried_operands(operation), operation.params["jaxpr"].jaxpr
     made = {body.invars[carried]}
     for inner in body.eqns:
         taken = [v in made for v in inner.invars if not isinstance(v, Literal)]

@@ -1,11 +1,12 @@
 """All that meshmend uses of JAX beyond its public API. No other module does (`tests/test_architecture.py`).
 
-JAX may move any of this in a minor release: whether it is all there is looked up when this is imported, and
-`tests/jax_engine/test_private.py` has a test for each that says what breaks.
+JAX may move any of this in a minor release: whether it is all there is looked up when this is imported (what only jobs
+on CPU devices use, when they do), and `tests/jax_engine/test_private.py` has a test for each that says what breaks.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,6 +69,31 @@ def joined_as() -> tuple[int, int] | None:
 
     state = distributed.global_state
     return None if state.client is None else (int(state.process_id), int(state.num_processes))
+
+
+def coordinator_address() -> str:
+    """Return where the job's coordination service is, after `jax.distributed.initialize`; "" before it."""
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address or ""
+
+
+def use_gloo_at(address: str) -> None:
+    """Have this process's CPU devices listen for the others at an address of this machine.
+
+    JAX passes Gloo no address, and Gloo takes the one that the machine's name resolves to: on Debian 127.0.1.1, which
+    no other machine reaches. Call it after `jax.distributed.initialize`, before anything touches a device. Raises
+    `VersionError` where JAX lacks what it takes, and RuntimeError where Gloo cannot listen there.
+    """
+    names = ["jax._src.xla_bridge:make_cpu_client", "jaxlib:_jax.make_gloo_tcp_collectives"]
+    require_names("jax", names, needed_for="Gloo at a given address")
+    import jaxlib
+    from jax._src import distributed, xla_bridge
+    from jax.extend import backend
+
+    client = distributed.global_state.client
+    gloo = jaxlib._jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
+    backend.register_backend_factory("cpu", partial(xla_bridge.make_cpu_client, gloo), priority=0, fail_quietly=False)
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -37,7 +37,7 @@ from meshmend.jax.collectives import (
     shard_of,
     travel_dtype,
 )
-from meshmend.jax.differentiate import count_of, rows_by_tile, sum_over_tiles
+from meshmend.jax.differentiate import count_of, on_tiles, rows_by_tile, sum_over_tiles
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.gradients import LossSums, PartLoss, Sums, divide_by_weight
@@ -81,6 +81,9 @@ class TrainStep:
     """Whether parameters are sharded by owner."""
     has_model_state: bool = False
     """Whether the state is a pair: the optimizer's, and the model's."""
+    values: Callable[[Tree, Tree, Program], Tree] | None = None
+    """From parameters, a batch and a program to what the loss returns, computed as in a step; for jobs, which check it
+    before they train."""
 
     def __iter__(self) -> Iterator[Callable[..., Tree]]:
         return iter((self.init, self.step))
@@ -202,7 +205,7 @@ class Training(ABC):
         check_microbatches(self.microbatches)
         specs = self.specs if self.tiles is not None and not self.is_fsdp else None
         step = in_order(self.step, self.fabric)
-        return TrainStep(self.init, step, self.fabric, self.accumulate_dtype, specs, self.is_fsdp)
+        return TrainStep(self.init, step, self.fabric, self.accumulate_dtype, specs, self.is_fsdp, values=self.values)
 
     @property
     def tiles(self) -> TiledFabric | None:
@@ -249,6 +252,20 @@ class Training(ABC):
             out_specs = of_params, of_state, WHOLE, WHOLE
             found = self._mapped(local, in_specs, out_specs)(params, state, given, scale, program)
         return found if self.has_aux else found[:3]
+
+    def values(self, params: Tree, batch: Tree, program: Program) -> Tree:
+        """Return what the loss returns for each example, from one device's or tile's part of the batch at a time."""
+
+        def of_part(params: Tree, batch: Tree, program: Program) -> Tree:
+            return self.loss_of(program)(params, batch, None)
+
+        if self.tiles is None:
+            by_device = PartitionSpec(self.fabric.batch_axes)
+            in_specs = self.specs(params, program)[0], by_device, program.spec
+            return self._mapped(of_part, in_specs, by_device)(params, batch, program)
+        by_vmap = jax.vmap(of_part, in_axes=(None, 0, None), spmd_axis_name=TILE_AXIS)
+        rows = by_vmap(params, rows_by_tile(batch, self.tiles), program)
+        return on_tiles(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), self.tiles)
 
     def _sums(self, params: Tree, batch: Tree, weights: jax.Array | None, program: Program) -> tuple[Sums, Tree]:
         """Differentiate one part of the batch."""

@@ -40,7 +40,12 @@ INTERFACE = "chip0"
 MTU = 9000
 """Long frames leave TCP about 99 % of a link's rate for the payload, and cost less to forward."""
 
-BURST = "32kb"
+ETHERNET = 14
+"""Bytes of a frame's header, beyond the MTU."""
+
+LATE_S = 175e-6
+"""How late a timer may be that lets a frame go, without a loss of rate."""
+
 QUEUE = "400ms"
 """How long a packet may wait for its link before it is dropped."""
 
@@ -275,8 +280,10 @@ class Lab:
         for direction in np.flatnonzero(self.mesh.neighbours[rank] >= 0).tolist():
             part = float(self.mesh.link_rates[rank * self.mesh.n_directions + direction])
             rate = self.rate if part == 1 else f"{round(8 * self.rate_bytes_per_s * part)}bit"
+            # All that an idle link sends at once: with more, short messages would be faster than on any such cable.
+            burst = MTU + ETHERNET + round(LATE_S * self.rate_bytes_per_s * part)
             end = self._interfaces[direction]
-            limits.append(f"qdisc add dev {end} root tbf rate {rate} burst {BURST} latency {QUEUE}")
+            limits.append(f"qdisc add dev {end} root tbf rate {rate} burst {burst} latency {QUEUE}")
         return limits
 
     def _route(self, commands: Commands) -> None:

@@ -2,8 +2,8 @@
 
 A worker is started once per round. It is stopped when the round ends, because a host was lost or another one has come,
 and started again with the next round. A worker that fails by itself asks for a new round for all. If it fails again and
-again without a new step between, or once with an error that a restart would repeat, the job is over; and also if the
-script has raised an error on every host.
+again without a new step between, the job is over. So it is if the script has raised an error on every host, or one that
+a restart would repeat: what it asks for cannot be done, or a restart has repeated it already, at the same line.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshmend.errors import LaunchError
 from meshmend.launch.failure import WorkerFailure
@@ -29,6 +30,14 @@ NEWS_S = 1.0
 """How long a failed worker's agent waits to hear from the store that a host was lost, which explains the failure."""
 FINISH_S = 300.0
 """How long an agent whose worker has finished waits for the others."""
+SAVE_S = 25.0
+"""How long a worker has to save its state when this host is asked to leave: Slurm and Kubernetes give it 30 s."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a worker that has saved its state with all others, because one of them was asked to end."""
+
+
+class LeaveError(BaseException):
+    """Somebody asks this host to leave the job."""
 
 
 class HostAgent:
@@ -36,6 +45,7 @@ class HostAgent:
 
     `admit` is called before each round, and raises if this host is to have no part in it. `environment` returns what a
     worker gets besides that of the agent, `progress` the last step that is done, and `report` is told what happens.
+    `is_training` says whether the worker has something to save when this host is asked to leave (`LeaveError`).
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class HostAgent:
         environment: Callable[[Assignment], dict[str, str]],
         progress: Callable[[], int],
         report: Callable[..., None],
+        is_training: Callable[[], bool] = lambda: True,
     ) -> None:
         self.argv = list(argv)
         self._script = _digest(self.argv[0])
@@ -59,6 +70,7 @@ class HostAgent:
         self._environment = environment
         self._progress = progress
         self._report = report
+        self._is_training = is_training
 
     def run(self) -> Message:
         """Run until the job is over, and return how it ended. Raises `LaunchError` if it has failed, here or elsewhere.
@@ -66,18 +78,23 @@ class HostAgent:
         However it ends, the worker is stopped.
         """
         left, reached, why = self.max_restarts, 0, ""
+        before: WorkerFailure | None = None
         try:
             while True:
                 self._start(why)
-                code, failure = self._watch()
+                code, failure = self._watch(before, reached)
                 if code == 0:
                     return self.member.finish(FINISH_S)
                 if failure is not None and failure.kind == "final":
                     # Before the worker ends: the others would take that for the reason.
-                    self.member.fail(f"{failure.error} A restart would raise it again")
-                    raise LaunchError(f"{failure.error} A restart would raise it again.")
+                    has_again = before is not None and before.error == failure.error
+                    again = "has raised it again, at the same line" if has_again else "would raise it again"
+                    self._give_up(f"{failure.error.rstrip('.')}. A restart {again}")
                 self.workers.stop()
                 why = ""
+                if code == STOPPED:
+                    why = "its worker has saved the state with the others, because a host was asked to leave"
+                    continue
                 if failure is not None and failure.kind == "lasting":
                     why = f"its script raised {failure.error}"
                 elif code is not None:
@@ -87,13 +104,22 @@ class HostAgent:
                 now = self._progress()
                 if now > reached:
                     reached, left = now, self.max_restarts
+                before = failure
                 self._report("failed", why=why.removeprefix("its "), left=left)
                 if not left:
-                    self.member.fail(f"{why} again and again, without a new step")
-                    raise LaunchError(f"Without a new step, again and again: {why}.")
+                    n_starts = f"{self.max_restarts + 1} start{'s in a row' * (self.max_restarts > 0)}"
+                    self._give_up(f"{n_starts} made no new step; at the last one {why.rstrip('.')}")
                 left -= 1
+        except LeaveError:
+            if self._is_training():
+                self.workers.ask_to_end(SAVE_S)
+            raise
         finally:
             self.workers.stop()
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.member.fail(why)
+        raise LaunchError(f"{why}.")
 
     def _start(self, why: str) -> None:
         """Wait for the next round, and start its worker. `why` is this host's own reason, if it has one."""
@@ -108,12 +134,13 @@ class HostAgent:
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _watch(self) -> tuple[int | None, WorkerFailure | None]:
+    def _watch(self, before: WorkerFailure | None, reached: int) -> tuple[int | None, WorkerFailure | None]:
         """Return the worker's exit code and the error that it has given up with, None for what there is not.
 
-        The code is None if the round has ended before the worker, and 0 also when the job is over.
+        The code is None if the round has ended before the worker, and 0 also when the job is over. An error that is the
+        same as `before`, with no step after `reached`, is final.
         """
-        told = False
+        told = is_repeated = False
         while True:
             stopped = self.member.wait_stopped(MONITOR_S)
             over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
@@ -122,6 +149,7 @@ class HostAgent:
                 self._report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)
                 if failure.kind == "lasting":
                     self.member.raised(failure.error)
+                    is_repeated = failure == before and self._progress() <= reached
             if over is not None and not over["ok"]:
                 raise LaunchError(f"{OVER}{over['why']}.")
             if code == 0 or over is not None:
@@ -131,8 +159,8 @@ class HostAgent:
             if stopped is not None:
                 return None, failure if stopped["lost"] is None else None
             # Where its peers are gone, the store says so within moments, and this failure is none of its own.
-            if code is not None and self.member.wait_stopped(NEWS_S) is None:
-                return code, failure
+            if (is_repeated or code is not None) and self.member.wait_stopped(NEWS_S) is None:
+                return code, replace(failure, kind="final") if failure is not None and is_repeated else failure
 
 
 def _digest(script: str) -> bytes:
@@ -147,6 +175,7 @@ def describe(assigned: Assignment) -> dict[str, Any]:
     """Return what a worker must know of its round, for `read_launch`."""
     return {
         "number": assigned.number,
+        "address": assigned.address,
         "coordinator": assigned.coordinator,
         "hosts": list(assigned.hosts),
         "process": assigned.process,

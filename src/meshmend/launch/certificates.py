@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from meshmend.errors import RestartError
+from meshmend.launch.addresses import split_address
 
 CREDENTIALS = "MESHMEND_TLS"
 """Where an agent puts a worker's certificate, in its environment."""
@@ -87,13 +88,12 @@ def check_coordinator(address: str, files: dict[str, str], timeout_s: float) -> 
 
     JAX would try again until its time limit, and then end the process with SIGABRT.
     """
-    host, _, port = address.rpartition(":")
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=files["mtls_ca_file"])
     context.check_hostname, context.minimum_version = False, ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
     context.load_cert_chain(files["mtls_cert_file"], files["mtls_key_file"])
     try:
-        plain = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        plain = socket.create_connection(split_address(address), timeout_s)
         with context.wrap_socket(plain) as peer:
             peer.recv(1)  # who is refused hears of it with the first read
             shown: Any = peer.getpeercert() or {}

@@ -10,11 +10,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshmend.errors import LaunchError, RestartError
+from meshmend.launch.addresses import join_address, split_address
 from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
+START_OVER = "MESHMEND_START_OVER"
+STATE_WAIT_S = "MESHMEND_STATE_WAIT_S"
+LAUNCHER = "meshmend run"
 """Where a worker finds how many hosts a round needs at least."""
 DOMAIN = "MESHMEND_DOMAIN"
 """Where a worker finds the failure domain of its host."""
@@ -42,8 +47,9 @@ def find_host_index(given: str | None, environment: Mapping[str, str] | None = N
     found = [given] if given is not None else [env[name] for name in names if env.get(name)]
     if not found:
         raise LaunchError(
-            f"Which host is this? None of {', '.join(HOST_VARIABLES)} is in the environment. Give its number, or the "
-            "coordinate of its first chip, as in --host-index 5 or --host-index 4,2."
+            f"Which host is this? None of {', '.join(HOST_VARIABLES)} is in the environment. On a cluster, give its "
+            "number, or the coordinate of its first chip, as in --host-index 5 or --host-index 4,2. For a job on this "
+            "machine alone, give --local before the script, as in --local 4x4 --host 2x2, or start it with python."
         )
     return found[0]
 
@@ -81,13 +87,16 @@ def find_store(given: str | None, environment: Mapping[str, str] | None = None) 
 def check_address(where: str, option: str, default_port: int = DEFAULT_PORT) -> str:
     """Return an address with its port, by default the store's.
 
-    >>> check_address("node7:5000", "--store"), check_address("node7", "--store")
-    ('node7:5000', 'node7:29400')
+    >>> check_address("node7:5000", "--store"), check_address("fd00::7", "--store")
+    ('node7:5000', '[fd00::7]:29400')
     """
-    name, _, port = where.rpartition(":") if ":" in where else (where, "", str(default_port))
-    if not name or not port.isdecimal() or int(port) >= 1 << 16:
-        raise LaunchError(f"{option} is {where!r}, expected an address and a port, as in 10.0.0.7:{default_port}.")
-    return f"{name}:{port}"
+    try:
+        return join_address(*split_address(where, default_port))
+    except ValueError:
+        raise LaunchError(
+            f"{option} is {where!r}, expected an address and a port: write it as 10.0.0.7:{default_port} or "
+            f"[fd00::7]:{default_port}."
+        ) from None
 
 
 def find_job(given: str | None, environment: Mapping[str, str] | None = None) -> str:
@@ -163,6 +172,12 @@ class Launch:
     """Number of each process's host, in order, where the launcher knows: then there is nothing left to find out."""
     least: int = field(default=1, repr=False)
     """Hosts that a round needs: with fewer, the launcher waits for others."""
+    address: str = field(default="", repr=False)
+    """Under which the other hosts reach this one, where the launcher knows."""
+    start_over: int = field(default=0, repr=False)
+    """The first round of a run that begins anew, whatever was kept before it; 0 for one that goes on."""
+    state_wait_s: float = field(default=0.0, repr=False)
+    """How long to wait for absent hosts that have missing parts of the state."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.n_processes:
@@ -170,11 +185,14 @@ class Launch:
                 f"This is process {self.process} of {self.n_processes}, expected a number from 0 to "
                 f"{self.n_processes - 1}. Look at what {self.launcher} has set."
             )
-        name, _, port = self.coordinator.rpartition(":")
-        if self.coordinator and (not name or not port.isdecimal() or not 0 < int(port) < 1 << 16):
+        try:
+            is_address = not self.coordinator or split_address(self.coordinator)[1] > 0
+        except ValueError:
+            is_address = False
+        if not is_address:
             raise RestartError(
                 f"The coordinator is {self.coordinator!r}, expected an address and a port from 1 to 65535, as in "
-                f"10.0.0.7:8476. Look at what {self.launcher} has set."
+                f"10.0.0.7:8476 or [fd00::7]:8476. Look at what {self.launcher} has set."
             )
 
 
@@ -195,9 +213,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         found = json.loads(env["MESHMEND_ROUND"])
         hosts = tuple(int(host) for host in found["hosts"])
         facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
-        least = int(env.get(LEAST_HOSTS, 1))
+        known: dict[str, Any] = {
+            "least": int(env.get(LEAST_HOSTS, 1)),
+            "address": str(found.get("address", "")),
+            "start_over": int(env.get(START_OVER, 0)),
+            "state_wait_s": float(env.get(STATE_WAIT_S, 0)),
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise RestartError(
             f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
         ) from error
-    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least)
+    return Launch(*facts, LAUNCHER, env.get("MESHMEND_JOB", "job"), hosts=hosts, **known)

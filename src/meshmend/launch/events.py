@@ -46,6 +46,7 @@ class AgentLog:
         self._assignment: Assignment | None = None
         self._assigned_at = 0.0
         self._step, self._step_at = 0, 0.0
+        self._is_training = timeline.path is None  # where nobody can know
         self._interrupted: Done | None = None
         """The last step before this round, when it was done and by which hosts; None once there is another."""
         self._lost: set[int] = set()
@@ -102,7 +103,14 @@ class AgentLog:
                     self._step, self._step_at = event["step"], event["at"]
                     if self._interrupted is not None and self._step_at > self._assigned_at:
                         self._note_recovered()
+                elif event["event"] in ("restore", "done", "stopped"):
+                    self._is_training = event["event"] == "restore"
             return self._step
+
+    def is_training(self) -> bool:
+        """Whether the job trains, or has trained under this agent and is not done."""
+        self.look()
+        return self._is_training
 
     def close(self) -> None:
         """Read the worker's last lines, and end."""

@@ -2,7 +2,8 @@
 
 The agent gives its workers a file in memory that only they share. A worker that gives up writes its error there, and
 then waits to be stopped: its devices go on meanwhile, so that the other hosts reach the line that it has reached. If
-all of them raise there, too, a restart would not help; where only some do, the others start again with them.
+all of them raise there, too, a restart would not help; where only some do, the others start again with them. An error
+of the traced step is every host's, though on some platforms only process 0 traces it, and ends the job at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import errno
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +32,10 @@ MAX_BYTES = 64 << 10
 PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 """Errors of a disk or a network that may be gone at the next start."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+IN_CALLBACK = "Traceback (most recent call last):\n"
+"""In an error of JAX's runtime: then a callback has raised it, as of `jax.debug.callback`, and no peer is gone."""
+LEFT_OUT = "Frames of meshmend and JAX are left out: JAX_TRACEBACK_FILTERING=off shows them."
 
 Kind = Literal["final", "lasting", "transient"]
 
@@ -56,10 +64,9 @@ def describe_failure(error: BaseException) -> WorkerFailure:
         return WorkerFailure(kind, str(error), "")
     if kind == "transient" and _is_of_jax(error):
         return WorkerFailure(kind, f"lost a peer: {str(error).splitlines()[0]}" if "Gloo" in str(error) else text, "")
-    found = traceback.TracebackException.from_exception(error)
-    if isinstance(error, MeshmendError):
-        _leave_out_own(found)
-    trace = "".join(found.format())
+    if _is_of_jax(error):
+        text = text.rstrip("\n").rpartition("\n")[2]
+    trace = readable_trace(error)
     if len(trace) > MAX_BYTES:
         trace = f"{trace[: MAX_BYTES // 2]}\n…\n{trace[-MAX_BYTES // 2 :]}"
     return WorkerFailure(kind, text[:2000], trace)
@@ -69,8 +76,26 @@ def kind_of(error: BaseException) -> Kind:
     """Return what an error means for the job: final if it comes of what the script has asked for."""
     if isinstance(error, ParameterError | PlanError):
         return "final"
-    passes = isinstance(error, TransientError | QuarantineError | TimeoutError | ConnectionError) or _is_of_jax(error)
-    return "transient" if passes or (isinstance(error, OSError) and error.errno in PASSING) else "lasting"
+    passes = isinstance(error, TransientError | QuarantineError | TimeoutError | ConnectionError)
+    passes = passes or (_is_of_jax(error) and IN_CALLBACK not in str(error))
+    if passes or (isinstance(error, OSError) and error.errno in PASSING):
+        return "transient"
+    return "final" if getattr(error, "meshmend_repeats", False) else "lasting"
+
+
+@contextmanager
+def repeated_by_restarts() -> Iterator[None]:
+    """Mark what is raised inside as an error that every host and every restart would raise: of shapes, not of values.
+
+    Not that of a file, or of memory that others have taken: a host may be alone with it.
+    """
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        error.meshmend_repeats = True  # type: ignore[attr-defined]
+        raise
 
 
 def _is_of_jax(error: BaseException) -> bool:
@@ -79,14 +104,45 @@ def _is_of_jax(error: BaseException) -> bool:
     return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
 
 
-def _leave_out_own(found: traceback.TracebackException) -> None:
-    """Leave out the frames of this package: the message says what to do, and the script's own lines where."""
+def readable_trace(error: BaseException) -> str:
+    """Return an error's traceback with the script's lines, without the frames of meshmend and JAX between them.
+
+    An error of meshmend's own says what to do. Any other that is raised in its code is a fault there: all of its frames
+    stay. They do, too, where JAX is told to show all of its own.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.config.jax_traceback_filtering == "off":
+        return "".join(found.format())
+    hidden = (PACKAGE, *([] if jax is None else [str(Path(str(jax.__file__)).parent) + os.sep]))
+    if _is_of_jax(error):  # the callback's traceback is in the message, and where the step was waited for says nothing
+        lines = [IN_CALLBACK.strip(), *str(error).partition(IN_CALLBACK)[2].splitlines(), LEFT_OUT]
+        return "".join(f"{line}\n" for line in lines if not line.removeprefix('  File "').startswith(hidden))
+    is_told = isinstance(error, MeshmendError)
+    if _leave_out_frames(found, hidden, is_told=is_told) and not is_told:
+        notes = [note for note in found.__notes__ or () if "JAX_TRACEBACK_FILTERING" not in note]
+        found.__notes__ = [*notes, LEFT_OUT]
+    return "".join(found.format())
+
+
+def _leave_out_frames(found: traceback.TracebackException, hidden: tuple[str, ...], *, is_told: bool) -> bool:
+    """Leave out frames of these folders, and of libraries that this package calls; return whether any is."""
+    is_left_out = False
     seen: traceback.TracebackException | None = found
     while seen is not None:
-        seen.stack = traceback.StackSummary.from_list(
-            [frame for frame in seen.stack if not frame.filename.startswith(PACKAGE)]
-        )
+        frames = list(seen.stack)
+        ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)]
+        first, last = (ours[0], ours[-1]) if ours else (len(frames), -1)
+        kept = [
+            frame
+            for i, frame in enumerate(frames)
+            if not frame.filename.startswith((*hidden, *LIBRARIES) if first < i < last else hidden)
+        ]
+        is_of_script = any(not frame.filename.startswith(hidden) for frame in frames[last + 1 :])
+        if ours and (is_told or is_of_script):
+            seen.stack, is_left_out = traceback.StackSummary.from_list(kept), True
         seen = seen.__cause__ or seen.__context__
+    return is_left_out
 
 
 def report_failure(error: BaseException) -> bool:

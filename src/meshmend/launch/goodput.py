@@ -11,7 +11,7 @@ begins with a quorum.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +80,7 @@ class HostRound:
     kept_every: int = 1
     """Steps between two copies in memory."""
     saved: int = 0
+    """The last step with a checkpoint on disk, also one of an earlier round."""
     saved_at: float = 0.0
 
     def done_at(self, step: int) -> float:
@@ -96,17 +97,18 @@ class HostRound:
         return self.marks[-1][0] if self.marks else self.resumed
 
     def stages_since(
-        self, since: float, gave_up: Iterable[float], short: Iterable[float] = (), until: float | None = None
+        self, since: float, gave_up: Sequence[float], short: Sequence[float] = (), until: float | None = None
     ) -> dict[str, float]:
         """Split the time from the last step before, or from a failure, to the first step. The stages add up to it.
 
         `gave_up` is when any host did so: until then is "detect", and until the new process starts "rendezvous", or
-        "waiting" from when too few hosts were left, as in `short`.
+        "waiting" from when too few hosts were left, as in `short`. Both are sorted, because every round of a scrape
+        looks into those of all hosts and rounds.
         "start" is the interpreter, its imports, joining and the fabric; "first step" is what remains: reading data,
         connecting, and the step itself, which was done at `until`, by default when this host wrote so.
         """
         done = self.marks[0][1] if until is None else until
-        noticed = min((at for at in gave_up if since < at < self.started), default=since)
+        noticed = self._before_start(gave_up, bisect_right(gave_up, since), since)
         stages = dict.fromkeys(STAGES, 0.0) | {"detect": noticed - since}
         for stage, begin, end in self.stages:
             # A chip that joins a running job has started while the others trained, or were still unaware of a loss.
@@ -114,11 +116,15 @@ class HostRound:
                 stages[stage] = stages.get(stage, 0.0) + seconds
         before = sum(max(0.0, min(end, self.started) - max(begin, noticed)) for _, begin, end in self.stages)
         between = max(0.0, self.started - noticed - before)
-        waiting = min(between, max((self.started - at for at in short if noticed <= at < self.started), default=0.0))
+        waiting = min(between, self.started - self._before_start(short, bisect_left(short, noticed), self.started))
         stages["rendezvous"] += between - waiting
         stages["waiting"] += waiting
         stages["first step"] = max(0.0, done - since - sum(stages.values()))
         return stages
+
+    def _before_start(self, times: Sequence[float], position: int, default: float) -> float:
+        """Return the time at a position, if that is there and before this round's start."""
+        return times[position] if position < len(times) and times[position] < self.started else default
 
     def consists_of(self, event: Event) -> None:
         """Take from an event which hosts take part."""
@@ -155,7 +161,8 @@ class HostHistory:
         # A process's first quorum belongs to its start.
         is_new_quorum = kind == "quorum" and self.rounds and self.rounds[-1].number
         if kind == "process" or is_new_quorum or not self.rounds:
-            self.rounds.append(HostRound(at))
+            before = self.rounds[-1] if self.rounds else HostRound(at)
+            self.rounds.append(HostRound(at, saved=before.saved, saved_at=before.saved_at))
         now = self.rounds[-1]
         now.ended = max(now.ended, at + seconds)
         now.number = event.get("round", now.number) if kind in NUMBERED else now.number
@@ -169,11 +176,15 @@ class HostHistory:
             now.consists_of(event)
         elif kind == "refused":
             self._refused.append((AGAIN, at, at + seconds))
+        elif kind == "measuring":  # it says so before, because it takes seconds, and only the first round does it
+            now.stages.append((kind, at, at))
         elif kind in ("measure", "plan", "compile", "restore") and not now.marks:
             # Links are measured for the plan.
             now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))
             if kind == "restore":
                 now.resumed, now.source = event.get("step", 0), event.get("source", "")
+                if event.get("saved", now.saved) != now.saved:
+                    now.saved, now.saved_at = event["saved"], at
         elif kind in ("step", "steps"):
             if kind == "steps":
                 now.mark(event["first"], event["since"])
@@ -351,13 +362,13 @@ def rounds_of(hosts: Iterable[HostHistory]) -> list[HostRound]:
 
 
 def gave_up_at(hosts: Iterable[HostHistory]) -> list[float]:
-    """Return when hosts gave up."""
-    return [one.gave_up for host in hosts for one in host.rounds if one.gave_up is not None]
+    """Return when hosts gave up, sorted."""
+    return sorted(one.gave_up for host in hosts for one in host.rounds if one.gave_up is not None)
 
 
 def short_at(hosts: Iterable[HostHistory]) -> list[float]:
-    """Return when the job began to wait for hosts."""
-    return [one.short_at for host in hosts for one in host.rounds if one.short_at is not None]
+    """Return when the job began to wait for hosts, sorted."""
+    return sorted(one.short_at for host in hosts for one in host.rounds if one.short_at is not None)
 
 
 def recovery_of(before: HostRound, now: HostRound, since: float, stages: dict[str, float]) -> Recovery:

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
-from meshmend.launch.agent import HostAgent
+from meshmend.launch.agent import STOPPED, HostAgent, LeaveError
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
-from meshmend.launch.environment import LEAST_HOSTS
+from meshmend.launch.environment import LEAST_HOSTS, START_OVER, STATE_WAIT_S
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Assignment, Member
@@ -31,7 +31,7 @@ from meshmend.launch.worker import Workers
 from meshmend.quarantine import QuarantineList
 from meshmend.quarantine.entries import chips_of
 
-DONE, FAILED, STOPPED = 0, 1, 143
+DONE, FAILED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class HostDescription:
     reach_s: float = 60.0
     silent_s: float = SILENT_S
     warm: bool = True
+    start_over: bool = False
+    """Whether the job begins anew, whatever it has kept."""
+    state_wait_s: float = 0.0
+    """How long survivors wait for absent hosts that have missing parts of the state."""
 
     def to_json(self) -> str:
         """Return the description as JSON. The secret is not part of it: it stays in the environment."""
@@ -105,7 +109,7 @@ def main(descriptor: int) -> int:
         return _run(what, secret, member, workers, log, report)
     except MeshmendError as error:
         return _ended(error, report)
-    except _LeaveError:
+    except LeaveError:
         return STOPPED
     finally:
         member.close()
@@ -121,14 +125,25 @@ def _ended(error: MeshmendError, report: Any) -> int:
 
 
 def _run(what: HostDescription, secret: str, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
+    first_round = 0
+
     def environment(assigned: Assignment) -> dict[str, str]:
+        nonlocal first_round
+        first_round = first_round or assigned.number
         report(
             "round", number=assigned.number, hosts=assigned.hosts, process=assigned.process, cut_off=assigned.cut_off
         )
         log.start_round(assigned)
         timeline = {"MESHMEND_TIMELINE": what.timeline} if what.timeline else {}
         credentials = make_credentials(secret, what.job, what.host)
-        return {"MESHMEND_JOB": what.job, LEAST_HOSTS: str(what.hosts[0]), CREDENTIALS: credentials, **timeline}
+        return {
+            "MESHMEND_JOB": what.job,
+            LEAST_HOSTS: str(what.hosts[0]),
+            CREDENTIALS: credentials,
+            START_OVER: str(first_round * what.start_over),
+            STATE_WAIT_S: str(what.state_wait_s),
+            **timeline,
+        }
 
     agent = HostAgent(
         what.argv,
@@ -139,6 +154,7 @@ def _run(what: HostDescription, secret: str, member: Member, workers: Workers, l
         environment=environment,
         progress=log.look,
         report=report,
+        is_training=log.is_training,
     )
     try:
         over = agent.run()
@@ -168,13 +184,11 @@ def check_admitted(what: HostDescription) -> None:
         )
 
 
-class _LeaveError(BaseException):
-    """Somebody asks this host to leave the job."""
-
-
 def _leave(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise _LeaveError
+    del number
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise LeaveError
 
 
 def run_host() -> None:

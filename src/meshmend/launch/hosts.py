@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
 from pathlib import Path
 
 from meshmend.errors import Coordinate, RestartError, name_chip
@@ -38,7 +40,12 @@ class Hosts:
         whole = mesh.shape
         chips = parse_shape(tile) if isinstance(tile, str) else tuple(int(n) for n in tile)
         if len(chips) != len(whole) or any(n % h for n, h in zip(whole, chips, strict=True)):
-            raise RestartError(f"Hosts of {name_shape(chips)} chips do not tile a {name_shape(whole)} mesh.")
+            *others, last = [name_shape(shape) for shape in host_shapes(whole, chips)]
+            near = f"{', '.join(others)} or {last}" if others else last
+            raise RestartError(
+                f"Hosts of {name_shape(chips)} chips do not tile a {name_shape(whole)} mesh. Give another shape for a "
+                f"host, as in {near}."
+            )
         return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)), mesh.wrap)
 
     @classmethod
@@ -141,6 +148,21 @@ class Hosts:
 
     def __str__(self) -> str:
         return f"{Mesh(self.shape, wrap=self.wrap)} in hosts of {name_shape(self.tile)}"
+
+
+def host_shapes(whole: Coordinate, like: Coordinate, most: int = 6) -> list[Coordinate]:
+    """Return shapes of hosts that tile a mesh, those with about as many chips as another shape first.
+
+    >>> host_shapes((4, 6), (4, 4))
+    [(4, 3), (2, 6), (4, 2), (4, 6), (2, 3), (1, 6)]
+    """
+    divisors = [[side for side in range(1, n + 1) if n % side == 0] for n in whole]
+    sides = like if len(like) == len(whole) else whole
+
+    def distance(shape: Coordinate) -> tuple[int, int]:
+        return abs(prod(shape) - prod(like)), sum(abs(a - b) for a, b in zip(shape, sides, strict=True))
+
+    return sorted(product(*divisors), key=distance)[:most]
 
 
 def _row_major(shape: Coordinate) -> list[Coordinate]:

@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshmend.errors import LaunchError
+from meshmend.launch.agent import SAVE_S
 from meshmend.launch.host import HostDescription
 from meshmend.launch.processes import children, die_with_parent, kill_tree
 
 Event = dict[str, Any]
 
-LEAVE_S = 10.0
-"""How long hosts may take to end their workers and leave, before they are killed."""
+LEAVE_S = SAVE_S + 3.0
+"""How long hosts may take to save their state and leave, before they are killed."""
 
 
 @dataclass(eq=False)
@@ -132,14 +133,16 @@ class HostProcesses:
                 return
 
     def stop(self) -> None:
-        """Ask all hosts to end their workers and leave the job; kill those that do not."""
+        """Ask all hosts to end their workers and leave the job; kill those that do not, and all at an interrupt."""
         for running in self._hosts.values():
             running.process.send_signal(signal.SIGTERM)
         until = time.monotonic() + LEAVE_S
-        while self._hosts and time.monotonic() < until:
-            self.watch(until - time.monotonic())
-        for host in list(self._hosts):
-            self.kill(host)
+        try:
+            while self._hosts and time.monotonic() < until:
+                self.watch(until - time.monotonic())
+        finally:
+            for host in list(self._hosts):
+                self.kill(host)
 
     def _read(self, descriptor: int, host: int, kind: str) -> bool:
         """Pass on what a host has written; return whether there was anything."""

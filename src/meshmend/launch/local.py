@@ -42,6 +42,7 @@ class LocalJob:
     file that describes the machine whose chips these virtual ones stand for. `environment` returns what a host's worker
     gets besides. A host that is killed loses its memory, which is a folder of its own. With a `secret`, checkpoints are
     signed, and compiled programs of earlier runs are loaded; by default there is one that ends with this run.
+    `start_over` and `state_wait_s` are as in `HostDescription`.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class LocalJob:
         start_s: float = START_S,
         machine: Path | None = None,
         secret: str | None = None,
+        start_over: bool = False,
+        state_wait_s: float = 0.0,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         on_line: Callable[[int, str], None] = lambda *_: None,
         on_event: Callable[[Event], None] = lambda _: None,
@@ -71,6 +74,8 @@ class LocalJob:
         self._silent_s = silent_s
         self._start_s = start_s
         self._machine = machine
+        self._start_over = start_over
+        self._state_wait_s = state_wait_s
         self._environment = environment
         self._more = {} if secret else {KEY_ENDS: "1"}
         self._secret = secret or secrets.token_hex(32)
@@ -118,6 +123,8 @@ class LocalJob:
                     max_restarts=self._max_restarts,
                     silent_s=self._silent_s,
                     warm=self._warm,
+                    start_over=self._start_over,
+                    state_wait_s=self._state_wait_s,
                     environment={
                         **worker_environment(self.hosts, host, self.shared, self._machine),
                         "JAX_PLATFORMS": "cpu",

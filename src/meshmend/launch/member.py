@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.membership import BEAT_S, SILENT_S, Message
+from meshmend.launch.addresses import split_address
+from meshmend.launch.membership import BEAT_S, SILENT_S, Message, address_elsewhere
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     HELLO,
@@ -38,6 +39,8 @@ AGAIN_S, LONGEST_AGAIN_S = 0.5, 5.0
 """Interval between attempts to reach the store, at first and at most."""
 FOREIGN = ("key", "malformed")
 """Answers, signed by nobody, of a store that is not this host's: wrong at the start, and nothing to wait for."""
+AWAY_S, STILL_AWAY_S = 3.0, 15.0
+"""When a host says that it cannot reach the store, and the interval at which it says so again."""
 REFUSED_FOR_S = 15.0
 """How long a host that is refused for now tries again."""
 
@@ -55,6 +58,8 @@ class Assignment:
     """Hosts that are there, but that no cable joins to these: they wait."""
     before: int = 0
     """Number of the job's round before this one."""
+    address: str = ""
+    """Under which the other hosts reach this one."""
 
 
 OVER = "The job is over: "
@@ -75,7 +80,7 @@ class Member:
     `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
     `rounds_before` is the last round of an earlier job in the same folder: the count goes on from there. `on_message`
     is called with each message of the store, except its heartbeats, from the thread that reads them, and with {"type":
-    "unreachable", "why": …} when it cannot be reached.
+    "unreachable", "why": …} when it cannot be reached; with "where", "for_s" and "reached" as well when that lasts.
     """
 
     def __init__(
@@ -93,11 +98,12 @@ class Member:
         rounds_before: int = 0,
         on_message: Callable[[Message], None] = lambda _: None,
     ) -> None:
-        name, _, port = store.rpartition(":")
-        self._store = (name.strip("[]"), int(port))
+        self._store = split_address(store)
         self._where = store
         self._hello: Message = {"host": host, "hosts": hosts, "machine": machine, "rounds_before": rounds_before}
-        self._address = address
+        self._address = (address or "").strip("[]")
+        self._reached_at = ""
+        """Under which this host is reached: what was given, or the address from which it reaches the store."""
         self._key = make_key(secret, job)
         self._on_message = on_message
         self._reach_s = reach_s
@@ -203,10 +209,18 @@ class Member:
                 self._connection.sendall(self._channel.pack(message))
 
     def _beat(self) -> None:
-        with self._changed:
-            while not self._closed.is_set():
+        """Send heartbeats, and say so when the store is away: the thread that reads may wait for an answer."""
+        seen, due = time.monotonic(), AWAY_S
+        while self._goes_on():
+            with self._changed:
                 self._send_message({"type": "beat"})
                 self._changed.wait(BEAT_S)
+                if self._connection is not None and self._admitted:
+                    seen, due = time.monotonic(), AWAY_S
+                facts = {"why": self._why or "no answer", "where": self._where, "reached": self._reached}
+            if (away_s := time.monotonic() - seen) >= due and self._goes_on():
+                due = away_s + STILL_AWAY_S
+                self._on_message({"type": "unreachable", "for_s": away_s, **facts})
 
     def _run(self) -> None:
         """Keep a connection to the store, and read what it says."""
@@ -266,13 +280,14 @@ class Member:
             raise ConnectionError("what listens there is not a store of this version of meshmend") from None
         self._challenged = True
         mine = make_nonce()
-        address = self._address or str(connection.getsockname()[0])
         with self._changed:
+            self._reached_at = self._address or str(connection.getsockname()[0])
             assigned = self._assignment if self._stop is None else None
             running: Message | None = None
             if assigned is not None:
                 running = {"number": assigned.number, "name": assigned.name, "hosts": pack_hosts(assigned.hosts)}
-            hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
+            hello = {**self._hello, "address": self._reached_at, "nonce": mine.hex(), "running": running}
+            hello["number"] = self._number
             connection.sendall(pack(HELLO, hello, self._key, theirs, limit=MAX_HELLO_BYTES))
             self._channel = AuthenticatedChannel(self._key, mine, theirs, to="the store", of="a host")
             self._connection = connection
@@ -298,7 +313,8 @@ class Member:
                 self._stop = self._asked = None
                 self._number = int(message["number"])
                 name, coordinator, before = (message[fact] for fact in ("name", "coordinator", "before"))
-                self._assignment = Assignment(self._number, name, hosts, process, coordinator, cut_off, before)
+                address = address_elsewhere(self._reached_at, message.get("store_at", ""))
+                self._assignment = Assignment(self._number, name, hosts, process, coordinator, cut_off, before, address)
             elif kind in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
             elif kind == "over":

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshmend.errors import MeshmendError
+from meshmend.launch.addresses import is_loopback, join_address
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.messages import MAX_HOSTS
 
@@ -47,6 +48,17 @@ BEAT_S = 1.0
 AWAY = "its worker has ended while the store was away"
 STATES = ("new", "idle", "waiting", "running", "done")
 """Of a member: it has come, it stops its worker, it has asked for a round, it is in one, its worker has finished."""
+
+
+def address_elsewhere(address: str, store_at: str) -> str:
+    """Return the address of a host for others. One that comes to the store over loopback is on the store's machine.
+
+    There the machine's own name may resolve to 127.0.1.1, while other machines reach the store at `store_at`.
+
+    >>> address_elsewhere("127.0.0.1", "10.0.0.7"), address_elsewhere("10.0.0.8", "10.0.0.7")
+    ('10.0.0.7', '10.0.0.8')
+    """
+    return store_at if store_at and is_loopback(address) else address
 
 
 class RefusedError(Exception):
@@ -104,6 +116,8 @@ class Membership:
     """Of the newest round so far."""
     rounds_before: int = 0
     """Of the newest round of earlier jobs in the same folder."""
+    store_at: str = ""
+    """The address at which hosts on other machines reach the store; "" as long as none has come."""
     over: Message | None = None
     """How the job ended."""
     _keys: dict[int, Hashable] = field(default_factory=dict)
@@ -328,6 +342,7 @@ class Membership:
         self._failed, self._lost, self._were = "", set(), frozenset(hosts)
         self.round = Round(self.number, secrets.token_hex(8), hosts)
         first = self.members[self._keys[hosts[0]]]
+        address = address_elsewhere(first.address, self.store_at)
         message: Message = {
             "type": "round",
             "number": self.number,
@@ -335,7 +350,8 @@ class Membership:
             "name": self.round.name,
             "hosts": hosts,
             "cut_off": sorted(set(self._hosts_of(self._in["waiting"])) - set(hosts)),
-            "coordinator": f"{first.address}:{first.port}",
+            "coordinator": join_address(address, first.port),
+            "store_at": self.store_at,
         }
         for host in hosts:
             self._move(self._keys[host], "running")

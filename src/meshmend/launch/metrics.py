@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
+from meshmend.launch.addresses import family_of, join_address
 from meshmend.launch.goodput import HostRound, Recovery, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
@@ -94,8 +95,8 @@ def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Met
 
 
 def _of_state(latest: dict[str, HostRound]) -> Iterator[Metric]:
-    trained = [one for one in latest.values() if one.number == max(other.number for other in latest.values())]
-    if kept := [one for one in trained if one.kept]:
+    newest_round = max((one.number for one in latest.values()), default=0)
+    if kept := [one for one in latest.values() if one.number == newest_round and one.kept]:
         oldest = min(kept, key=lambda one: one.kept)
         yield _gauge("meshmend_copies_step", "Last step of which every host has a copy in memory.", oldest.kept)
         yield _gauge("meshmend_copies_timestamp_seconds", "When that copy was written.", oldest.kept_at)
@@ -236,15 +237,16 @@ def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]
             self.end_headers()
             self.wfile.write(text)
 
-    class Server(_LimitedServer):
-        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
     try:
-        server = Server((address.strip("[]"), port), Handler)
+
+        class Server(_LimitedServer):
+            address_family = family_of(address)
+
+        server = Server((address, port), Handler)
     except OSError as error:
         raise LaunchError(
-            f"Metrics cannot be served at {address}:{port}: {error.strerror}. Give another port, as in "
-            f"--metrics {address}:{port + 1}."
+            f"Metrics cannot be served at {join_address(address, port)}: {error.strerror}. Give another port, as in "
+            f"--metrics {join_address(address, port + 1)}."
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="meshmend-metrics", daemon=True)
     thread.start()

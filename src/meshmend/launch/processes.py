@@ -11,6 +11,8 @@ import socket
 import time
 from pathlib import Path
 
+from meshmend.launch.addresses import listen, split_address
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,18 +48,16 @@ def wait_for_server(address: str, timeout_s: float) -> None:
 
     A client of gRPC that comes first waits for a second before it tries again, and a restart with it.
     """
-    host, _, port = address.rpartition(":")
-    until = time.monotonic() + timeout_s
+    where, until = split_address(address), time.monotonic() + timeout_s
     while time.monotonic() < until:
-        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+        with contextlib.suppress(OSError), socket.create_connection(where, timeout=1.0):
             return
         time.sleep(0.02)
 
 
 def free_port(address: str = "") -> int:
-    """Return a port of this machine that is currently free."""
-    with socket.socket() as one:
-        one.bind((address, 0))
+    """Return a port that is currently free at an address, by default at all of this machine's, IPv6 included."""
+    with listen(address or ("::" if socket.has_dualstack_ipv6() else ""), 0) as one:
         return int(one.getsockname()[1])
 
 

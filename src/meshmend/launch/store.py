@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import queue
 import resource
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from meshmend.errors import LaunchError
+from meshmend.launch.addresses import is_loopback, join_address, listen, split_address
 from meshmend.launch.hosts import name_hosts
 from meshmend.launch.membership import BEAT_S, Membership, Message, RefusedError
 from meshmend.launch.messages import (
@@ -105,14 +105,15 @@ class Store:
         self.membership = membership
         self._key = make_key(secret, job)
         try:
-            self._server = socket.create_server((address, port), backlog=BACKLOG)
+            self._server = listen(address, port, BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise LaunchError(
                     f"Port {port} of {address} is in use: perhaps another store runs there. Choose another one, as in "
-                    f"--listen {address}:{port + 1}, and give it to all hosts as --store."
+                    f"--listen {join_address(address, port + 1)}, and give it to all hosts as --store."
                 ) from error
-            raise LaunchError(f"The store cannot listen on {address}:{port}: {error.strerror or error}.") from error
+            where = join_address(address, port)
+            raise LaunchError(f"The store cannot listen on {where}: {error.strerror or error}.") from error
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
         self._peers: set[Peer] = set()
@@ -128,7 +129,7 @@ class Store:
         self._refused: dict[str, tuple[int, str]] = {}
         """Why connections were, how many since the last line about it, and from where the last one came."""
         self._log = _Log(log)
-        self._log.put(f"the store of {job} listens on {address}:{self.port}")
+        self._log.put(f"the store of {job} listens on {join_address(address, self.port)}")
 
     def __enter__(self) -> Self:
         return self
@@ -261,6 +262,9 @@ class Store:
             self._count(f"was refused: {error}", peer)
             self._send_last(peer, {"type": "refused", "why": str(error), "retryable": error.retryable})
             return
+        here = str(peer.connection.getsockname()[0]).removeprefix("::ffff:")
+        if not is_loopback(here):
+            self.membership.store_at = here
         self._joined.append(int(hello["host"]))
         self._send(peer, peer.channel.pack({"type": "beat"}))  # so that it knows that this is the store
 
@@ -361,20 +365,12 @@ class _Log:
                 self._write(line)
 
 
-def is_loopback(name: str) -> bool:
-    """Whether only processes of this machine can reach an address."""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
 def main(where: str, job: str, silent_s: str, start_s: str) -> None:
     """Serve a job on this machine: how `LocalJob` starts its store."""
     raise_file_limit()
-    address, port = where.rsplit(":", 1)
+    address, port = split_address(where)
     membership = Membership(silent_s=float(silent_s), start_s=float(start_s))
-    with Store(membership, job=job, secret=os.environ["MESHMEND_SECRET"], address=address, port=int(port)) as store:
+    with Store(membership, job=job, secret=os.environ["MESHMEND_SECRET"], address=address, port=port) as store:
         store.serve()
 
 

@@ -53,7 +53,11 @@ def jax_settings() -> dict[str, str]:
 def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
     """Import, then fork workers for the agent at the other end of a socket, until it closes it."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides what Ctrl-C means
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # Slurm sends them to all processes: the agent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     for module in preload:
@@ -100,6 +104,7 @@ def _become_worker(warm: bool, loaded: dict[str, str], argv: list[str], environm
     """Be the worker: run the script as Python would. What it raises, and how it exits, leaves `main`."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     if not warm or _threads() > 1:

@@ -90,6 +90,12 @@ class Watch:
         """The last round of each host."""
         return {name: host.rounds[-1] for name, host in self.histories.items() if host.rounds}
 
+    @property
+    def newest(self) -> list[HostRound]:
+        """The newest round, as each of its hosts knows it."""
+        number = max((one.number for one in self.latest.values()), default=0)
+        return [one for one in self.latest.values() if one.number == number]
+
     def state(self, account: TimeAccount | None) -> str:
         """Return what the job with this account does now: one of `STATES`."""
         if account is None:
@@ -131,7 +137,7 @@ class Watch:
             started=tuple(latest),
             losses=next((tuple(one.losses) for one in latest.values() if one.losses), ()),
             copies={name: one.kept for name, one in latest.items()},
-            checkpoint=max((one.saved for one in latest.values()), default=0),
+            checkpoint=max((one.saved for one in self.newest), default=0),
             quarantined={str(entry.suspect): f"{entry.by}: {entry.why}" for entry in quarantined},
             quarantine_problem=problem,
         )

@@ -16,8 +16,6 @@ from meshmend.errors import LaunchError
 from meshmend.launch.failure import FAILURE_FILE, FailureFile, WorkerFailure
 from meshmend.launch.processes import die_with_parent
 
-STOP_S = 3.0
-"""How long a worker may take to end after SIGTERM, before it gets SIGKILL."""
 START_S = 120.0
 """How long the warm process may take to import everything, on an overloaded machine."""
 
@@ -66,15 +64,22 @@ class Workers:
         """Return the error that ends the worker, as soon as it has said so."""
         return self._failures.read()
 
+    def ask_to_end(self, patience_s: float) -> None:
+        """Ask the worker to end by SIGTERM, and wait so long: a job's saves its state first."""
+        self._signal(signal.SIGTERM, patience_s)
+
     def stop(self) -> None:
-        """End the worker: SIGTERM, and SIGKILL if that does not help."""
-        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, START_S)):
-            if not self.pid or self.poll() is not None:
-                return
-            self._send_message({"signal": int(number)})
-            until = time.monotonic() + patience_s
-            while self.code is None and time.monotonic() < until:
-                self._read(until - time.monotonic())
+        """End the worker at once: its peers are gone, and what it could still save they have."""
+        self._signal(signal.SIGKILL, START_S)
+
+    def _signal(self, number: signal.Signals, patience_s: float) -> None:
+        """Send the worker a signal, if it runs, and wait until it has ended, or so long."""
+        if not self.pid or self.poll() is not None:
+            return
+        self._send_message({"signal": int(number)})
+        until = time.monotonic() + patience_s
+        while self.code is None and time.monotonic() < until:
+            self._read(until - time.monotonic())
 
     def close(self) -> None:
         """End the worker and the warm process."""

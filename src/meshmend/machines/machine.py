@@ -291,7 +291,7 @@ def _minus(intended: Description, found: Description) -> Machine:
     whole, coordinates = _alone(intended)
     _check_same_grid(found, [Grid.of(whole.mesh.shape, whole.mesh.wrap)])
     notes = [*whole.notes, *found.notes]
-    failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.cable_rates)
+    failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.whole.cable_rates)
     unplaced, here = dict(whole.unplaced), Coordinates()
     if found.links is not None:
         more_failed, more_cables, more = _by_links(intended, found, coordinates)
@@ -329,7 +329,6 @@ def _minus(intended: Description, found: Description) -> Machine:
             notes.append(f"{host}: {why}.")
         else:
             unplaced[host] = why
-    rates = {cable: rate for cable, rate in rates.items() if cable not in set(cables)}
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
     machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)

@@ -80,7 +80,7 @@ def facts_of(mesh: Mesh, hardware: str | None = None) -> Mapping[str, Any]:
         "shape": name_shape(mesh.shape),
         "wrap": ",".join(axes) or "none",
         "failed": [*map(str, mesh.holes), *map(name_cable, mesh.failed_cables)],
-        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
+        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.whole.cable_rates.items()},
     } | ({} if hardware is None else {"hardware": hardware})
 
 

@@ -12,11 +12,12 @@ few steps are worth more than full links, so that planners are also asked for fe
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import ClassVar, final
+from typing import ClassVar, Self, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.cost.hardware import MODES, Mode
@@ -76,6 +77,8 @@ class AutoPlanner(Planner):
     hardware: str | Hardware
     overlap_s: float
     mode: Mode
+    _known: ClassVar[Candidates | None] = None
+    """The candidates for the mesh that this planner was admitted for; only what `admit` returns has any."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -95,13 +98,13 @@ class AutoPlanner(Planner):
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
         hardware = find_hardware(self.hardware)
-        return self.candidates_for(mesh).choose(self.payload_bytes, hardware, self.overlap_s, self.mode)
+        return self._candidates(mesh).choose(self.payload_bytes, hardware, self.overlap_s, self.mode)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
         hardware = find_hardware(self.hardware)
-        variants = self.candidates_for(mesh).variants(self.payload_bytes, hardware, self.overlap_s, self.mode)
+        variants = self._candidates(mesh).variants(self.payload_bytes, hardware, self.overlap_s, self.mode)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -111,13 +114,23 @@ class AutoPlanner(Planner):
 
     @final
     def _check(self, mesh: Mesh) -> None:
-        reason = self.candidates_for(mesh).unsupported_reason
+        reason = self._candidates(mesh).unsupported_reason
         if reason is not None:
             raise Unsupported(reason)
 
     @final
     def _plan(self, mesh: Mesh) -> Schedule:
         return self.choose(mesh).schedule
+
+    @final
+    def _ready_for(self, mesh: Mesh) -> Self:
+        ready = copy.copy(self)
+        object.__setattr__(ready, "_known", self._candidates(mesh))
+        return ready
+
+    def _candidates(self, mesh: Mesh) -> Candidates:
+        known = self._known
+        return known if known is not None and known.mesh == mesh else self.candidates_for(mesh)
 
 
 @final
@@ -219,12 +232,17 @@ class Candidates:
 
     def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
         entered = candidates(Collective.ALL_REDUCE) if planners is None else planners
-        reasons = {planner: planner.unsupported_reason(mesh) for planner in entered}
-        self._mesh = mesh
+        self.mesh = mesh
         self._fixed = fixed
-        self._refused = [Candidate(planner, None, None, why) for planner, why in reasons.items() if why is not None]
-        self._able = [planner for planner, why in reasons.items() if why is None]
+        self._able: dict[Planner, Planner] = {}  # each with what is ready to make its schedule
+        self._refused: list[Candidate] = []
+        for planner in dict.fromkeys(entered):
+            try:
+                self._able[planner] = planner.admit(mesh)
+            except Unsupported as refusal:
+                self._refused.append(Candidate(planner, None, None, refusal.reason))
         self._made: dict[Planner, StepDemand] = {}
+        self._asked: dict[tuple[float, Hardware, float, Mode], list[Planner]] = {}
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -242,11 +260,20 @@ class Candidates:
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
         """
-        if mode == "asynchronous":
-            return self._slack_variants(payload_bytes, hardware)
-        messages: float = self._mesh.n_directions
+        asked = (payload_bytes, hardware, overlap_s, mode)
+        if asked not in self._asked:
+            self._asked[asked] = (
+                self._slack_variants(payload_bytes, hardware)
+                if mode == "asynchronous"
+                else self._step_variants(payload_bytes, hardware, overlap_s)
+            )
+        return self._asked[asked]
+
+    def _step_variants(self, payload_bytes: float, hardware: Hardware, overlap_s: float) -> list[Planner]:
+        """Return those for an engine that waits for the end of each step."""
+        messages: float = self.mesh.n_directions
         if hardware.shared_cores is not None:
-            messages *= self._mesh.n_chips / hardware.shared_cores
+            messages *= self.mesh.n_chips / hardware.shared_cores
         step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if overlap_s else 1)]
@@ -258,7 +285,7 @@ class Candidates:
             costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
         for planner in self._able:
-            asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self._mesh, cost))
+            asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self.mesh, cost))
             found += [variant for variant in asked if self._keeps(variant, planner)] or [planner]
         return found
 
@@ -267,11 +294,11 @@ class Candidates:
         unit = payload_bytes / hardware.link_bytes_per_s
         message_s = hardware.message_s
         if hardware.shared_cores is not None:
-            message_s *= self._mesh.n_chips / hardware.shared_cores
+            message_s *= self.mesh.n_chips / hardware.shared_cores
         latency_s = hardware.step_latency_s + hardware.hop_latency_s + 2 * hardware.message_s
         found: list[Planner] = []
         for planner in self._able:
-            asked = planner.slack_variants(self._mesh, latency_s / unit, message_s / unit)
+            asked = planner.slack_variants(self.mesh, latency_s / unit, message_s / unit)
             found += [variant for variant in dict.fromkeys(asked) if self._keeps(variant, planner)] or [planner]
         return found
 
@@ -283,9 +310,9 @@ class Candidates:
     ) -> Choice:
         """Return the fastest of the candidates, by the prediction for `mode`, or the one least exposed."""
         if self.unsupported_reason is not None:
-            raise PlanError(Auto.name, str(self._mesh), self.unsupported_reason)
+            raise PlanError(Auto.name, str(self.mesh), self.unsupported_reason)
         floors = {
-            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, overlap_s, mode)
+            variant: _seconds(variant.floor(self.mesh), payload_bytes, hardware, overlap_s, mode)
             for variant in self.variants(payload_bytes, hardware, overlap_s, mode)
         }
         times: dict[Planner, float] = {}
@@ -294,7 +321,8 @@ class Candidates:
             if floors[variant] >= fastest:
                 break
             if variant not in self._made:
-                self._made[variant] = StepDemand(variant.plan(self._mesh))
+                ready = self._able.get(variant)
+                self._made[variant] = StepDemand(variant.plan(self.mesh) if ready is None else ready.make(self.mesh))
             times[variant] = exposed_seconds(self._made[variant], payload_bytes, hardware, overlap_s, mode)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])

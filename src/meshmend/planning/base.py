@@ -1,9 +1,9 @@
 """What every planner is: a frozen value with its parameters, that makes a mesh into a schedule.
 
-The contract is kept here, once. `unsupported_reason` and `plan` belong to this class and are final: they refuse
-survivors that are not connected and schedules beyond any memory, and hold what was made to what it claims. A planner
-adds what is its own: `_check`, which raises `Unsupported` with the reason where a mesh is not for it, `n_transfers` and
-`_plan`.
+The contract is kept here, once. `unsupported_reason`, `admit`, `make` and `plan` belong to this class and are final:
+they refuse survivors that are not connected and schedules beyond any memory, and hold what was made to what it claims.
+A planner adds what is its own: `_check`, which raises `Unsupported` with the reason where a mesh is not for it,
+`n_transfers` and `_plan`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, SupportsIndex, final
+from typing import ClassVar, Self, SupportsIndex, final
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Planner(ABC):
     def unsupported_reason(self, mesh: Mesh) -> str | None:
         """Say in a sentence why this planner cannot serve `mesh`, or None if it can."""
         try:
-            self._admit(mesh)
+            self.admit(mesh)
         except Unsupported as refusal:
             return refusal.reason
         return None
@@ -70,10 +70,33 @@ class Planner(ABC):
     def plan(self, mesh: Mesh) -> Schedule:
         """Return the schedule, or raise `PlanError` with the reason that `unsupported_reason` gives."""
         try:
-            self._admit(mesh)
-            schedule = self._plan(mesh)
+            return self.admit(mesh).make(mesh)
         except Unsupported as refusal:
             raise PlanError(self.name, str(mesh), refusal.reason, alternatives=None) from None
+
+    @final
+    def admit(self, mesh: Mesh) -> Self:
+        """Return this planner, ready to `make` the schedule of `mesh`; raise `Unsupported` if it cannot serve it.
+
+        What holds for every planner is checked here, and what its own asks.
+        """
+        if not mesh.is_connected:
+            raise Unsupported(
+                f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
+            )
+        ready = self._ready_for(mesh)
+        ready._check(mesh)
+        size = ready.n_transfers(mesh)
+        if size > MAX_TRANSFERS:
+            raise Unsupported(
+                f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
+            )
+        return ready
+
+    @final
+    def make(self, mesh: Mesh) -> Schedule:
+        """Return the schedule of a mesh. Only asked of what `admit` has returned for it."""
+        schedule = self._plan(mesh)
         self._check_hops(schedule)
         return schedule
 
@@ -117,23 +140,13 @@ class Planner(ABC):
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the schedule. Only called where `unsupported_reason` is None."""
 
+    def _ready_for(self, mesh: Mesh) -> Self:  # noqa: ARG002  # most find nothing out that is worth keeping
+        """Return this planner with what `_check`, `n_transfers` and `_plan` all need to know about `mesh`."""
+        return self
+
     def _shrink(self, mesh: Mesh) -> str:  # noqa: ARG002
         """Say what to change where the schedule would be too large."""
         return "Plan with weave, whose number of chunks can be set."
-
-    @final
-    def _admit(self, mesh: Mesh) -> None:
-        """Raise `Unsupported` unless a schedule can be made: what holds for every planner, and what its own asks."""
-        if not mesh.is_connected:
-            raise Unsupported(
-                f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
-            )
-        self._check(mesh)
-        size = self.n_transfers(mesh)
-        if size > MAX_TRANSFERS:
-            raise Unsupported(
-                f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
-            )
 
     @final
     def _check_hops(self, schedule: Schedule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -67,6 +68,11 @@ class Derived(Planner):
         """Say what the planner says."""
         return self.planner.is_routed(mesh, phase)
 
+    def _ready_for(self, mesh: Mesh) -> Derived:
+        ready = copy.copy(self)
+        object.__setattr__(ready, "planner", self.planner._ready_for(mesh))
+        return ready
+
     def _check(self, mesh: Mesh) -> None:
         if not self.planner.is_splittable:
             instead = "'weave' or 'auto'" if self.collective.is_all_reduce else "'gather', which plans one, or 'auto'"
@@ -81,5 +87,5 @@ class Derived(Planner):
     def _plan(self, mesh: Mesh) -> Schedule:
         made = {} if self.made is None else self.made
         if (self.planner, mesh) not in made:
-            made[self.planner, mesh] = self.planner.plan(mesh)
+            made[self.planner, mesh] = self.planner.make(mesh)
         return _DERIVE[self.collective](made[self.planner, mesh])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, AutoPlanner, Choice, Tuned, candidates
-from meshmend.planning.base import Planner
+from meshmend.planning.base import Planner, Unsupported
 from meshmend.planning.cache import PREPARED_BUDGET_S, PlanCache
 from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
@@ -21,6 +21,7 @@ from meshmend.topology import Mesh
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OTHERS)} | {Auto.name: Auto}
 """Every planner by its name on the command line."""
+AnyPlanner = TypeVar("AnyPlanner", bound=Planner)
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
@@ -70,16 +71,14 @@ def plan(
         chosen = _made(planner, parameters, collective)
     else:
         chosen = make_planner(planner, collective=collective, **parameters)
-    refused = refusal(mesh, chosen)
-    if refused is not None:
-        raise refused
+    ready = _admitted(mesh, chosen)
     if cache is not None:
         # One that was prepared with more time comes first, on every host alike.
         for entry in dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen)):
             kept = cache.get(mesh, entry, neighbours_only=neighbours_only)
             if kept is not None:
                 return kept
-    schedule = _plan_hops(mesh, chosen) if neighbours_only else chosen.plan(mesh)
+    schedule = _plan_hops(mesh, ready) if neighbours_only else ready.make(mesh)
     if verify or cache is not None:
         ensure_proven(schedule)
     if cache is not None:
@@ -101,10 +100,7 @@ def _with_budget(planner: Planner, budget_s: float) -> Planner:
 
 def choose(mesh: Mesh, chooser: AutoPlanner) -> Choice:
     """Return the fastest schedule, not yet proven, together with all that was considered."""
-    refused = refusal(mesh, chooser)
-    if refused is not None:
-        raise refused
-    return chooser.choose(mesh)
+    return _admitted(mesh, chooser).choose(mesh)
 
 
 def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
@@ -137,15 +133,17 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
 
 def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
     """Return the planner's schedule with hops between neighbours only; of a chooser, the fastest that has that form."""
-    ranked = [planner]
+    ranked: list[Planner] = [planner]
     if isinstance(planner, AutoPlanner):
-        ranked = [
-            candidate.planner for candidate in planner.choose(mesh).considered if candidate.unsupported_reason is None
-        ]
+        choice = planner.choose(mesh)
+        ranked = [candidate.planner for candidate in choice.considered if candidate.unsupported_reason is None]
+        made = choice.schedule
+    else:
+        made = planner.make(mesh)
     refused: list[LoweringError] = []
     for one in ranked:
         try:
-            return neighbour_hops(one.plan(mesh))
+            return neighbour_hops(made if one is ranked[0] else one.plan(mesh))
         except LoweringError as error:
             refused.append(error)
     first = refused[0]
@@ -193,9 +191,18 @@ def refusal(mesh: Mesh, planner: Planner) -> PlanError | None:
 
     Nothing is planned to find out.
     """
-    reason = planner.unsupported_reason(mesh)
-    if reason is None:
-        return None
-    others = [one for one in candidates(planner.collective) if one.name != planner.name]
-    able = [one.name for one in others if one.unsupported_reason(mesh) is None]
-    return PlanError(planner.name, str(mesh), reason, able)
+    try:
+        _admitted(mesh, planner)
+    except PlanError as error:
+        return error
+    return None
+
+
+def _admitted(mesh: Mesh, planner: AnyPlanner) -> AnyPlanner:
+    """Return the planner, ready for that mesh, or raise the error that names those that serve it."""
+    try:
+        return planner.admit(mesh)
+    except Unsupported as refused:
+        others = [one for one in candidates(planner.collective) if one.name != planner.name]
+        able = [one.name for one in others if one.unsupported_reason(mesh) is None]
+        raise PlanError(planner.name, str(mesh), refused.reason, able) from None

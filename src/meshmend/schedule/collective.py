@@ -28,10 +28,6 @@ class Collective(StrEnum):
     ALL_REDUCE_WITH_UPDATE = "all-reduce-with-update"
     """An all-reduce in which the owner of a chunk may replace its sum, and every chip ends with what it put there."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> Collective | None:
-        return cls.ALL_REDUCE_WITH_UPDATE if value == "all-reduce-with-turn" else None  # as older files have it
-
     @property
     def is_all_reduce(self) -> bool:
         """Whether every chip ends with every sum (or with what its owner made of it)."""

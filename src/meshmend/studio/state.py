@@ -1,7 +1,8 @@
 """State: all that the page asks about, in the words of the command line.
 
 The page sends it as JSON, keeps it in its address, and shows the command that asks the same. Whatever the page sends is
-checked here before any work is done: types, lengths and the number of chips.
+checked here before any work is done: types, lengths, the number of chips, and that hardware is a preset. Elsewhere it
+may be a file as well; a page must not make this machine open one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from meshmend.cost import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.planning import Auto, Planner, make_planner
@@ -65,6 +66,13 @@ class State:
     budget: float = QUICK_BUDGET_S
     saved: str = ""
 
+    def __post_init__(self) -> None:
+        if self.hardware not in PRESETS:
+            raise ParameterError(
+                f"The studio has no hardware {_brief(self.hardware)}, and opens no files. Choose one of its presets: "
+                f"{', '.join(PRESETS)}; or plan on a terminal, where --hardware takes files."
+            )
+
     @classmethod
     def read(cls, given: object) -> State:
         """Return the state that the page sent, or raise an error that says what is wrong with it."""
@@ -79,12 +87,13 @@ class State:
     def of(cls, mesh: Mesh, **others: Any) -> State:
         """Return the state of a mesh, with its holes as boxes."""
         wraps = [str(axis) for axis, wrapped in enumerate(mesh.wrap) if wrapped]
+        slow = {cable: rate for cable, rate in mesh.whole.cable_rates.items() if cable not in mesh.failed_cables}
         return cls(
             shape=name_shape(mesh.shape),
             wrap="none" if not wraps else "all" if len(wraps) == mesh.n_axes else ",".join(wraps),
             fail=tuple(str(hole) for hole in mesh.holes),
             fail_cable=tuple(name_cable(cable) for cable in mesh.failed_cables),
-            cable_rate=tuple(name_cable_rates(mesh.cable_rates)),
+            cable_rate=tuple(name_cable_rates(slow)),
             **others,
         )
 
@@ -105,7 +114,7 @@ class State:
     @property
     def chosen_hardware(self) -> Hardware:
         """The hardware's preset."""
-        return find_hardware(self.hardware)
+        return PRESETS[self.hardware]
 
     def made_planner(self, name: str | None = None) -> Planner:
         """Return the planner, or another one, tuned for the payload on the hardware."""

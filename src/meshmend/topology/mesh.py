@@ -76,8 +76,12 @@ class Mesh:
         cables |= {cable for cable, rate in rates.items() if rate == 0}
         # A cable of a failed chip is already gone; leaving it out makes equal machines equal values.
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
-        slow = sorted(cable for cable, rate in rates.items() if rate < 1 and cable not in cables)
-        self._slow_cables = tuple((c, rates[c]) for c in slow if self._live[c[0]] and self._live[c[1]])
+        self._slow_once_repaired = tuple(sorted((cable, rate) for cable, rate in rates.items() if 0 < rate < 1))
+        self._slow_cables = tuple(
+            (c, rate)
+            for c, rate in self._slow_once_repaired
+            if self._live[c[0]] and self._live[c[1]] and c not in cables
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -283,13 +287,19 @@ class Mesh:
             wrap=self._wrap,
             failed=[*self.holes, *failed],
             failed_cables=[*self._failed_cables, *failed_cables],
-            cable_rates=[*self._slow_cables, *cable_rates],
+            cable_rates=[*self._slow_once_repaired, *cable_rates],
         )
 
     @property
     def whole(self) -> Mesh:
-        """The same machine without failures; slow cables stay slow."""
-        return Mesh(self._shape, wrap=self._wrap, cable_rates=self._slow_cables)
+        """The same machine without failures; slow cables stay slow, failed ones and those of failed chips as well.
+
+        A mesh that was read from a plan's file knows the rates of live cables alone: no others count for a plan.
+
+        >>> Mesh("4x4", failed=["0,0"], cable_rates={"0,0-0,1": 0.5}).whole
+        Mesh(4x4 with 1 slow cable: 16 chips)
+        """
+        return Mesh(self._shape, wrap=self._wrap, cable_rates=self._slow_once_repaired)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mesh as JSON can write it and `from_dict` reads it; without rates where no cable is slow.

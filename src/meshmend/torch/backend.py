@@ -29,11 +29,12 @@ from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterErr
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
+from meshmend.torch.lost import Reports
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.payload import check_tensor, kind_of
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import choose_hardware, find_position
+from meshmend.torch.position import chip_of_rank, choose_hardware, find_position
 from meshmend.torch.private import GlooBased, gloo_group, name_group
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
@@ -43,12 +44,13 @@ NAME = "meshmend"
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """Where this process's chip is: `init_process_group("cpu:meshmend", pg_options=MeshOptions("4x4", (1, 2)))`.
+    """Where this process's chip is: `init_process_group("cpu:meshmend", pg_options=MeshOptions("4x4"))`.
 
     `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
     failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
     MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
-    for `interface`, which is what `meshmend lab run` sets.
+    for `interface`, which is what `meshmend lab run` sets. Without a chip, rank r is on the r-th live chip in row-major
+    order; MESHMEND_FAILED (as "2x2@2,2 5,7") says which ones of a shape are not live.
 
     `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
     else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not; see `measure`. `plan`
@@ -63,18 +65,20 @@ class MeshOptions:
     plan: PlanFunction = plan
     interface: str | None = None
 
-    def position(self) -> tuple[Mesh, Coordinate]:
-        """Return the whole machine and this process's chip in it."""
+    def position(self, rank: int | None = None, size: int | None = None) -> tuple[Mesh, Coordinate]:
+        """Return the whole machine and this process's chip in it, that of `rank` of `size` where nobody says it."""
         machine, shape, chip, wrap = self._machine(), self.shape, self.chip, self.wrap
         if machine is None and shape is None:
             shape = os.environ.get("MESHMEND_SHAPE")
         if chip is None:
             chip = os.environ.get("MESHMEND_CHIP")
+        if chip is None and rank is not None and (shape is not None or machine is not None):
+            chip = chip_of_rank(rank, size, shape, machine)
         if (shape is None and machine is None) or chip is None:
             raise MeshError(
-                "The meshmend backend needs to know where this process's chip is. Pass "
-                'pg_options=meshmend.torch.MeshOptions("4x4", chip=(1, 2)), or set MESHMEND_SHAPE=4x4 (or '
-                "MESHMEND_MACHINE, a file) and MESHMEND_CHIP=1,2."
+                "The meshmend backend needs to know where this process's chip is. Pass pg_options="
+                'meshmend.torch.MeshOptions("4x4"), or set MESHMEND_SHAPE=4x4 (or MESHMEND_MACHINE, a file), '
+                "and chip=(1, 2) or MESHMEND_CHIP=1,2 where ranks do not follow the chips in row-major order."
             )
         if isinstance(chip, str) and re.fullmatch(r"\d+(,\d+)*", chip):
             chip = parse_chip(chip)
@@ -116,7 +120,9 @@ class MeshBackend(GlooBased):
         parent: MeshBackend | None = None,
     ) -> None:
         self.options = options
-        self.whole, self.chip = options.position()
+        self.whole: Mesh
+        self.chip: Coordinate
+        self.whole, self.chip = options.position(rank, size) if parent is None else (parent.whole, parent.chip)
         self._plans: Plans = options.plans() if parent is None else parent._plans
         own = MemberInfo.of(self.chip, self.whole, self._plans)
         members = introduce(store, rank, size, own, timeout)
@@ -126,13 +132,14 @@ class MeshBackend(GlooBased):
         super().__init__(gloo, store)
         self.live: Mesh = survivors(self.whole, members) if parent is None else parent.live
         self.mesh = mesh_of(self.chips, self.live)
+        self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
         self.is_part = parent is not None
         """Whether this group was made of another one, whose plans it shares."""
         self.mesh_group: MeshGroup | None = None
         """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
-            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout)
+            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout, self._reports)
         elif size > 1 and rank == 0:
             _warn_once(
                 f"The {size} members of this process group form no mesh (chips "
@@ -144,6 +151,11 @@ class MeshBackend(GlooBased):
     def hardware(self) -> Hardware:
         """What plans are made for."""
         return self._plans.hardware
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that broke this group, if any; a `LostChipError` where a chip was lost."""
+        return None if self.mesh_group is None else self.mesh_group.error
 
     def plan_for(self, hardware: Hardware) -> None:
         """Plan for other hardware from now on, in this group and all that share its plans; all members call this."""

@@ -14,16 +14,18 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import DisagreementError, ParameterError
+from meshmend.errors import Coordinate, DisagreementError, LostChipError, ParameterError
+from meshmend.torch.lost import Reports
 from meshmend.torch.private import Transport, Work, cpu_backend
 
 FIRST_TAG = 2**30
@@ -47,10 +49,14 @@ Post = Callable[[list[torch.Tensor], int, int], Work]
 
 
 class TransportError(Exception):
-    """The group could not move a message to or from `member`, which the engine treats as a lost chip."""
+    """The group could not move a message to or from `member`, which the engine treats as a lost chip.
+
+    `others` are members that a message was still to come from.
+    """
 
     def __init__(self, member: int, why: object) -> None:
         self.member = member
+        self.others: list[int] = []
         super().__init__(str(why))
 
 
@@ -69,14 +75,22 @@ class Deadline:
 class Channel:
     """Messages between the members of a process group, isolated from everything else on that group.
 
-    After `close` the group's connections are gone and `error` says why; every later call raises it.
+    After `close` the group's connections are gone and `error` says why; every later call raises it. `chips` says which
+    chip each member is, and `reports` finds the one that is lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Transport | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Transport | None,
+        chips: Mapping[int, Coordinate] | None = None,
+        reports: Reports | None = None,
+    ) -> None:
         self._group = _transport_of(group)
         self.rank = int(self._group.rank())
         self.size = int(self._group.size())
         self.error: Exception | None = None
+        self._chips = {} if chips is None else chips
+        self._reports = reports
         self.updating_thread: int | None = None
         """The thread that runs a caller's update now, inside a call of this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
@@ -84,6 +98,7 @@ class Channel:
         self._n_tickets = 0
         self._n_served = 0
         self._buffers: dict[int, torch.Tensor] = {}
+        self._digests = _Exchange(self.rank, self.size, DIGEST_BYTES)
 
     def ticket(self) -> int:
         """Return a call's place in the queue: calls run in the order in which they were made, on every member alike."""
@@ -110,6 +125,16 @@ class Channel:
         with self._queue:
             self.error = self.error or error
             self._queue.notify_all()
+
+    def lose(self, error: TransportError, mesh_name: str) -> LostChipError:
+        """Return the error of a call that the network failed, and keep it for later calls. Connections are closed."""
+        waited = [self._chips.get(member, (member,)) for member in (error.member, *error.others)]
+        own = self._chips.get(self.rank, (self.rank,))
+        is_ours = self.error is not None  # whoever closes a group on purpose has lost no chip
+        found = None if self._reports is None or is_ours else self._reports.find(waited)
+        lost = LostChipError(own, waited[0], mesh_name, str(error), lost=found)
+        self.fail(lost)
+        return lost
 
     def send(self, tensor: torch.Tensor, member: int, message: int) -> Work:
         """Start to send, as the message of that number among those of this call to this member."""
@@ -143,7 +168,7 @@ class Channel:
         """Return once every member has called this with the same words; raise `DisagreementError` if they differ."""
         words = description.encode()
         own = hashlib.blake2b(words, digest_size=DIGEST_BYTES).digest()
-        if self._gather(own, 0, deadline) == [own] * self.size:
+        if self._digests.share(self, own, 0, deadline) == own * self.size:
             return
         # Every member has seen that they differ: now they exchange how.
         padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
@@ -156,28 +181,9 @@ class Channel:
         return self._gather(own, 0, deadline)
 
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
-        """Return what each member passed, by rank.
-
-        Bruck's all-gather: in round k a member forwards the 2ᵏ words that it has to the member 2ᵏ places before.
-        """
-        held = torch.empty((self.size, len(own)), dtype=torch.uint8)
-        held[0] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        distances = [2**k for k in range(MAX_ROUNDS) if 2**k < self.size]
-        arriving = []
-        for tag, distance in enumerate(distances, first_tag):
-            some = held[distance : 2 * distance]
-            member = (self.rank + distance) % self.size
-            arriving.append((self._post(self._group.recv, some, member, tag), member, len(some)))
-        leaving = []
-        for tag, distance in enumerate(distances, first_tag):
-            work, member, n_words = arriving[tag - first_tag]
-            target = (self.rank - distance) % self.size
-            leaving.append((self._post(self._group.send, held[:n_words], target, tag), target))
-            self.wait(work, member, deadline)
-        for work, member in leaving:
-            self.wait(work, member, deadline)
-        words = held.numpy()
-        return [words[(rank - self.rank) % self.size].tobytes() for rank in range(self.size)]
+        words, n = _Exchange(self.rank, self.size, len(own)).share(self, own, first_tag, deadline), len(own)
+        places = [(rank - self.rank) % self.size for rank in range(self.size)]
+        return [words[place * n : (place + 1) * n] for place in places]
 
     def close(self) -> None:
         """Close the group's connections: every pending wait ends at once, here and at the other end."""
@@ -189,6 +195,40 @@ class Channel:
         for distance in range(1, self.size):
             with suppress(RuntimeError):
                 self._group.recv([nothing], (self.rank + distance) % self.size, CLOSE_TAG).wait(CLOSE_TIMEOUT)
+
+
+class _Exchange:
+    """Bruck's all-gather of words of one length: in round k a member forwards the 2ᵏ words that it has to the member 2ᵏ
+    places before. Its memory is used again: every collective begins with one.
+    """
+
+    def __init__(self, rank: int, size: int, n_bytes: int) -> None:
+        held = torch.empty((size, n_bytes), dtype=torch.uint8)
+        self._words = held.numpy()
+        distances = [2**k for k in range(MAX_ROUNDS) if 2**k < size]
+        self._arriving = [((rank + d) % size, held[d : 2 * d]) for d in distances]
+        self._leaving = [((rank - d) % size, held[: min(d, size - d)]) for d in distances]
+
+    def share(self, channel: Channel, own: bytes, first_tag: int, deadline: Deadline) -> bytes:
+        """Return what each member passed, this one's own word first and then those of the ranks after it."""
+        group = channel._group
+        self._words[0] = np.frombuffer(own, dtype=np.uint8)
+        receives = [
+            (member, channel._post(group.recv, words, member, tag))
+            for tag, (member, words) in enumerate(self._arriving, first_tag)
+        ]
+        sends = []
+        for number, (member, words) in enumerate(self._leaving):
+            try:
+                sends.append((member, channel._post(group.send, words, member, first_tag + number)))
+                channel.wait(receives[number][1], receives[number][0], deadline)
+            except TransportError as error:
+                error.others = [other for other, _ in receives[number:]]
+                raise
+        for member, work in sends:
+            channel.wait(work, member, deadline)
+        found: bytes = self._words.tobytes()
+        return found
 
 
 class _Numbers:

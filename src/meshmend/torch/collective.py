@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshmend.errors import PayloadError
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
+from meshmend.torch.private import future_for_cpp
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
@@ -77,4 +78,4 @@ def comm_hook(engine: Engine, bucket: dist.GradBucket) -> torch.futures.Future[t
 
     Buckets are reduced one after the other, in the background, while DDP goes on with the backward pass.
     """
-    return engine.start(bucket.buffer(), dist.ReduceOp.AVG)
+    return future_for_cpp(engine.start(bucket.buffer(), dist.ReduceOp.AVG))

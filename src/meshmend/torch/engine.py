@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from meshmend import __version__
-from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
+from meshmend.errors import DisagreementError, MeshmendError, ParameterError, ScheduleError
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
+from meshmend.torch.lost import Reports
 from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.private import Transport
 from meshmend.torch.program import ChipProgram, compile_program
@@ -66,8 +67,13 @@ class Engine:
         self.schedule = schedule
         self.rank = rank
         self.timeout = timeout
-        self._channel = Channel(group) if channel is None else channel
         self._members = list(range(schedule.mesh.n_chips)) if group_ranks is None else list(group_ranks)
+        is_own = channel is None
+        if channel is None:
+            coordinates = map(schedule.mesh.chip, range(schedule.mesh.n_chips))
+            chips = dict(zip(self._members, coordinates, strict=False))
+            channel = Channel(group, chips, Reports.of(group, chips))
+        self._channel = channel
         self._plan = ""
         self._worker = Worker(self._channel)
         self._guard = threading.Lock()
@@ -76,7 +82,7 @@ class Engine:
             self._program: ChipProgram = self._compile()
         except MeshmendError as error:
             refusal = error
-        if channel is None:
+        if is_own:
             # Also with a plan that is refused here: the others need to know.
             words = f"{schedule!r}, {self._plan}" if refusal is None else f"refused, {refusal}"
             try:
@@ -229,7 +235,7 @@ class Engine:
             try:
                 run.go()
             except TransportError as error:
-                raise self._lost(error) from error
+                raise self._channel.lose(error, str(self.schedule.mesh)) from error
             except BaseException as error:
                 self._break(error)
                 raise
@@ -269,7 +275,7 @@ class Engine:
             raise
         except TransportError as error:
             self._channel.close()
-            raise self._lost(error) from error
+            raise self._channel.lose(error, str(self.schedule.mesh)) from error
         except BaseException as error:
             self._channel.close()
             self._break(error)
@@ -278,20 +284,6 @@ class Engine:
     def _break(self, error: BaseException) -> None:
         """Record what ended a call half-way: not a lost chip, but the connections are closed as after one."""
         self._channel.fail(MeshmendError(f"An earlier call of this engine ended half-way: {error!r}."))
-
-    def _lost(self, error: TransportError) -> LostChipError:
-        """Return the error of a call that the network failed, and keep it for later calls."""
-        lost = LostChipError(
-            self._name(self._channel.rank), self._name(error.member), str(self.schedule.mesh), str(error)
-        )
-        self._channel.fail(lost)
-        return lost
-
-    def _name(self, member: int) -> Coordinate:
-        """Return the chip of a member; of one that the schedule does not know, its number."""
-        rank = self._members.index(member) if member in self._members else member
-        mesh = self.schedule.mesh
-        return mesh.chip(rank) if rank < mesh.n_chips else (member,)
 
     def start(
         self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, update: Update | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,15 +67,18 @@ def introduce(store: dist.Store, rank: int, world_size: int, own: MemberInfo, pa
 
 def compare(own: MemberInfo, members: Sequence[MemberInfo]) -> None:
     """Raise `MeshError` if members cannot work together."""
-    chips = [other.chip for other in members]
+    claims = Counter(other.chip for other in members)
     for other in members:
         if other.config_id != own.config_id:
             raise MeshError(
                 f"Chip {name_chip(own.chip)} runs {own.config_id}, but chip {name_chip(other.chip)} runs "
                 f"{other.config_id}. Every member needs the same shape or machine, hardware, plan and version."
             )
-        if chips.count(other.chip) > 1:
-            raise MeshError(f"{chips.count(other.chip)} members say that they are chip {name_chip(other.chip)}.")
+        if claims[other.chip] > 1:
+            raise MeshError(
+                f"{claims[other.chip]} members say that they are chip {name_chip(other.chip)}. "
+                "Give each process a chip of its own."
+            )
 
 
 def survivors(whole: Mesh, members: Sequence[MemberInfo]) -> Mesh:

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import Coordinate, LostChipError, MeshmendError
+from meshmend.errors import Coordinate, MeshmendError
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
+from meshmend.torch.lost import Reports
 from meshmend.torch.payload import NAMES, combine_of, describe, overwrite
 from meshmend.torch.plans import Plans
 from meshmend.torch.program import compile_program
@@ -33,17 +34,23 @@ Tensors = Sequence[torch.Tensor]
 class MeshGroup:
     """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller.
 
-    `chips[m]` is the chip of member m, in the coordinates of the whole machine.
+    `chips[m]` is the chip of member m, in the coordinates of the whole machine; `reports` finds a lost one.
     """
 
     def __init__(
-        self, mesh: Mesh, chips: Sequence[Coordinate], group: dist.ProcessGroup, plans: Plans, timeout: timedelta
+        self,
+        mesh: Mesh,
+        chips: Sequence[Coordinate],
+        group: dist.ProcessGroup,
+        plans: Plans,
+        timeout: timedelta,
+        reports: Reports | None = None,
     ) -> None:
         self.mesh = mesh
         self.members = tuple(sorted(range(len(chips)), key=chips.__getitem__))
         self.timeout = timeout
         # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
-        self._channel = Channel(group)
+        self._channel = Channel(group, dict(enumerate(chips)), reports)
         self._member = self._channel.rank
         self._rank = self.members.index(self._member)
         self._plans = plans
@@ -52,15 +59,14 @@ class MeshGroup:
 
     def start(self, job: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
         """Run a job in the background, after those that were started before it; raise if the group is broken."""
-
-        def run() -> list[torch.Tensor]:
-            # What is made here is written to by other threads, which are in no inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                return job()
-
         if self._channel.error is not None:
             raise self._channel.error
-        return self._worker.start(run)
+        return self._worker.start(job)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that broke this group, if any."""
+        return self._channel.error
 
     def prepare(self, payload_bytes: int) -> Engine:
         """Return the engine for all-reduces of this size, which is made now if it was not before."""
@@ -158,10 +164,7 @@ class MeshGroup:
                     found.append(what(self._channel, Deadline(self.timeout)))
             except TransportError as error:
                 self._channel.close()
-                peer = self.mesh.chip(self.members.index(error.member))
-                lost = LostChipError(self.mesh.chip(self._rank), peer, str(self.mesh), str(error))
-                self._channel.fail(lost)
-                raise lost from error
+                raise self._channel.lose(error, str(self.mesh)) from error
             return []
 
         self.start(job).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,23 @@ def find_position(
             f"{described.file}: {error} A process that runs on it needs a description of the machine as it is now."
         ) from None
     return whole, position
+
+
+def chip_of_rank(
+    rank: int, size: int | None, shape: Sequence[int] | str | None, machine: Machine | Path | str | None
+) -> Coordinate:
+    """Return the chip of a rank where nobody says it: live chips in row-major order, as torchrun numbers processes."""
+    if machine is not None:
+        live = as_machine(machine).usable_mesh
+    else:
+        live = Mesh(shape or (), failed=os.environ.get("MESHMEND_FAILED", "").split())
+    if size != live.n_chips:
+        raise MeshError(
+            f"Expected a process for each of the {live.n_chips} live chips of {live}, got {size}: "
+            "the ranks do not say which chip each is on. Set MESHMEND_FAILED to the chips that have no process (as in "
+            "'2x2@2,2 5,7'), or say each one's chip with MeshOptions(…, chip=(1, 2)) or MESHMEND_CHIP=1,2."
+        )
+    return live.chip(rank)
 
 
 def choose_hardware(

@@ -151,6 +151,16 @@ class GlooBased(dist.ProcessGroup):
         return self.reduce_scatter_single(output, shards, opts)
 
 
+def future_for_cpp(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """Return a future that ends with an error for torch's C++ code, too, where this one has an exception.
+
+    `set_exception` sets the exception as the result, and only Python's `wait` and `value` raise it. C++ takes it for
+    tensors: DDP's reducer reads memory that is none of theirs, and the process ends with SIGSEGV. What a callback
+    raises, however, is an error for both; torch makes it a `RuntimeError` with the text of the exception.
+    """
+    return future.then(lambda done: done.wait())
+
+
 def fail_future(future: torch.futures.Future[Any], error: Exception) -> None:
     """End a future with an error, which torch annotates as a result."""
     future.set_exception(error)

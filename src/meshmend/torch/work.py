@@ -12,7 +12,7 @@ import torch
 
 from meshmend.errors import Coordinate, MeshmendError, WaitTimeoutError, name_chip
 from meshmend.torch.channel import Channel
-from meshmend.torch.private import Work, fail_future
+from meshmend.torch.private import Work, fail_future, future_for_cpp
 
 T = TypeVar("T")
 
@@ -33,7 +33,8 @@ class Worker:
             try:
                 if self._channel.error is not None:
                     raise self._channel.error
-                result = call()
+                with torch.no_grad():
+                    result = call()
             except Exception as error:
                 fail_future(future, error)
             else:
@@ -71,8 +72,6 @@ class MeshWork(Work):
         super().__init__()
         self._future = future
         self._chip = chip
-        self._ended = threading.Event()
-        future.add_done_callback(lambda _: self._ended.set())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end, or for `timeout`; the group keeps its own deadline, so there is always one.
@@ -80,7 +79,7 @@ class MeshWork(Work):
         After a `WaitTimeoutError` the collective is still running: do not touch its tensors until another wait or the
         future has ended, or `abort` the group. As elsewhere in torch, a timeout of zero is none.
         """
-        if timeout and not self._ended.wait(timeout.total_seconds()):
+        if timeout and not self._ends_within(timeout):
             raise WaitTimeoutError(
                 f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its collective, which has not "
                 f"finished. It is still running: do not touch its tensors until another wait has ended, or abort the "
@@ -90,9 +89,14 @@ class MeshWork(Work):
         self._future.wait()
         return True
 
+    def _ends_within(self, timeout: timedelta) -> bool:
+        ended = threading.Event()
+        self._future.add_done_callback(lambda _: ended.set())
+        return ended.wait(timeout.total_seconds())
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of the tensors."""
-        return self._future
+        """Return the future of the tensors. After an error it raises a `RuntimeError` with that error's text."""
+        return future_for_cpp(self._future)
 
     def is_completed(self) -> bool:
         """Return whether the collective has ended, successfully or not."""

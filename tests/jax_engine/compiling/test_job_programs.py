@@ -19,8 +19,9 @@ from meshmend.jax.compiling import ahead_of_time
 needs_libtpu = pytest.mark.skipif(
     not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
-IN_TRAINING = ["jit_init", "jit_step", "jit_cut", "jit_gather_rows"]
-"""What `compile_train_step` compiles: the last two cut a state into copies, and send them when it is restored."""
+IN_TRAINING = ["jit_init", "jit_step", "jit_cut", "jit_gather_rows", "jit_vote"]
+"""What `compile_train_step` compiles: the last three cut a state into copies, send them when it is restored, and let
+processes vote on when to keep the next."""
 MORE = {"fsdp": ["jit__lambda"] * 3, "checks": ["jit_replica_digests"], "recompute": ["jit_choose", "jit_run"]}
 """Shards are made, and those of a tree and of a stack fetched; or replicas compared and gradients repeated."""
 

@@ -222,8 +222,9 @@ def test_a_program_that_the_script_no_longer_makes_ends_the_job(
     changed = steps_in(tmp_path, rate=0.25, says=0.125)  # in a way that the fingerprint does not show
     changed.start(planned)
     assert said(changed)["loaded"] == path.name
+    changed.keep_own()
     with pytest.raises(RestartError, match="is not the one that this script makes now"):
-        changed.keep_own()
+        changed.session.check()
     assert not path.exists()
 
 

@@ -52,10 +52,10 @@ def record_lookups() -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     look_up = compilation_cache.get_executable_and_time
 
-    def noted(key: str, options: Any, backend: Any, devices: Any) -> Any:
+    def noted(key: str, options: Any, backend: Any, devices: Any, *more: Any) -> Any:  # JAX 0.12 has callbacks, too
         if len(devices) > 1:
             found.append((key.rpartition("-")[0], any(CACHE.glob(f"{key}*"))))
-        return look_up(key, options, backend, devices)
+        return look_up(key, options, backend, devices, *more)
 
     mock.patch.object(compilation_cache, "get_executable_and_time", noted).start()
     return found

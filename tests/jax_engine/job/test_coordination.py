@@ -115,6 +115,25 @@ def test_facts_that_all_have_read_are_forgotten(board: Board, service: Service) 
     assert Coordination(0, 1).exchange((1, None)) == [[1, None]]
 
 
+def test_a_channel_forgets_what_the_last_one_has_told(board: Board, service: Service) -> None:
+    """Also if an exchange of it was never finished, as in a save that has failed on one process."""
+    boards = [board(process, 2, limit_s=0.5) for process in range(2)]
+
+    def save(one: Coordination, fails: bool) -> None:
+        channel = one.channel("save")
+        channel.exchange("chunks")
+        if fails and one.process == 0:
+            with pytest.raises(RestartError, match="Process 1 is alive"):
+                channel.exchange("never answered")
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(1, 11):
+            list(pool.map(lambda one, fails=number == 5: save(one, fails), boards))
+            told = sorted(key for key in service.values if "beat" not in key)
+            assert told[:1] == [f"meshmend/save {number}/0/0"]
+            assert len(told) == 2 + (number == 5)
+
+
 def test_a_process_that_beats_is_waited_for_longer_than_the_timeout(board: Board) -> None:
     busy, waiting = board(0), board(1, timeout_s=2.0)
     with ThreadPoolExecutor(1) as pool:

@@ -192,15 +192,18 @@ def run(*words: str, cwd: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+PROGRAMS = ("jit_init", "jit_step", "jit_cut", "jit_vote")
+
+
 @pytest.mark.parametrize("side", ["none", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_a_job_finds_its_programs_after_the_loss_of_a_host(side: str, tmp_path: Path) -> None:
     """A whole job on CPU devices with coordinates and hosts; it compiles ahead, and goes on without host 2."""
     before = run("job", "none", side, cwd=tmp_path)
     assert before["ahead"] == [0, 1, 2, 3]
-    assert before["looked_up"] == {"jit_init": False, "jit_step": False, "jit_cut": False}
+    assert before["looked_up"] == dict.fromkeys((*PROGRAMS, "jit_check"), False)
     after = run("job", "2", side, cwd=tmp_path)
     assert (after["source"], after["resumed"]) == ("memory", before["step"])
-    assert after["looked_up"] == {"jit_init": True, "jit_step": True, "jit_cut": True}
+    assert after["looked_up"] == dict.fromkeys(PROGRAMS, True)
 
 
 @needs_libtpu
@@ -219,7 +222,9 @@ def test_libtpus_cache_keys_are_those_of_the_restarted_job(
     """By the compiler's keys, which have devices' numbers and the slice's topology: what is looked up is there."""
     assert run("ahead", topology, str(lost), side, cwd=tmp_path) == {"ahead": [lost]}
     after = run("after", topology, hole, side, cwd=tmp_path)
-    assert after["looked_up"] == [[name, True] for name in ("jit_init", "jit_step", "jit_cut", "jit_gather_rows")]
+    assert after["looked_up"] == [
+        [name, True] for name in ("jit_init", "jit_step", "jit_cut", "jit_gather_rows", "jit_vote")
+    ]
 
 
 def test_a_process_compiles_for_the_loss_of_its_own_host() -> None:

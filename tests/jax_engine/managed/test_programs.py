@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 from typing import Any
 
+import optax
 import pytest
 
 import meshmend
 import meshmend.jax as mmj
 from jax_engine.compiling.job_programs import recorded_compilations
-from jax_engine.managed.managed_cases import BATCH, alone, train
+from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, alone, loss, train
 from jax_engine.managed.test_fsdp_job import FSDP
 from jax_engine.managed.test_tiled_job import SHARDINGS, SPLIT
+from meshmend.errors import RestartError
+from meshmend.launch.signing import FILE_KEY
 
 OPTION = {"xla_cpu_enable_fast_min_max": True}
 """One that a CPU's compiler knows, in the place of those for TPUs."""
@@ -52,8 +56,45 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
             train(job, steps, **of_training)
             job.close()
     assert (job.resumed.source, job.resumed.step) == ("memory", 2)
-    assert {"jit_init", "jit_step", "jit_cut", *MORE[kind]} == {name for name, _ in compiled}
+    # A new job also checks its loss, unless that has effects.
+    assert {"jit_init", "jit_step", "jit_cut", "jit_vote", *MORE[kind]} == {name for name, _ in compiled} - {
+        "jit_check"
+    }
     assert {name for name, options in compiled if not OPTION.items() <= options.items()} == set()
+
+
+# After other programs of one process, XLA has failed to run a loaded one: "Function … not found".
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_job_of_one_process_ends_if_its_saved_program_is_not_the_one_of_its_script(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that is found after its last step: the loss reads a value from the environment while it is traced."""
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setenv(FILE_KEY, "ab" * 32)
+
+    def scaled(params: Any, batch: Any) -> Any:
+        return float(os.environ["SCALE"]) * loss(params, batch)
+
+    def run(scale: str, steps: int) -> mmj.Job:
+        monkeypatch.setenv("SCALE", scale)
+        job = mmj.Job(tmp_path / "shared", BATCH, session=alone("2x3"), planner="weave", disk_every=0)
+        for step in job.train(scaled, optax.sgd(0.01), PARAMS, DATASET, steps=steps):
+            if waits and step.number == steps - 1:
+                job._run._ahead.wait()  # type: ignore[union-attr]  # the next step must not be made
+        job.close()
+        return job
+
+    run("1", 5)
+    assert run("1", 10).resumed.step == 5, "the oracle: a program that is the script's own is no error"
+    with pytest.raises(RestartError, match="is not the one that this script makes now") as caught:
+        run("2", 14 if waits else 13)
+    job = caught.traceback[1].frame.f_locals["job"]
+    assert "loaded" in next(event for event in job.session.timeline.events if event["event"] == "compile")
+    assert [event["event"] for event in job.session.timeline.events if event["event"] in ("done", "gave up")] == [
+        "gave up"
+    ]
+    assert job._run.number == 13
+    assert not list((tmp_path / "shared" / "programs").glob("*.program"))
 
 
 def test_no_part_of_a_job_jits_past_its_fabric() -> None:

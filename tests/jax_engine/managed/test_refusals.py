@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def changed(name: str, value: Any) -> Callable[[Any], Any]:
     [
         ({"global_batch": 0}, "global_batch is 0, expected a number of samples per step of at least 1"),
         ({"global_batch": 2.5}, "global_batch is 2.5"),
-        ({"memory_every": -1}, "memory_every is -1, expected a number of steps, 0 for never"),
+        ({"memory_every": -1}, "memory_every is -1, expected a number of steps, or 0 for never"),
         ({"disk_every": True}, "disk_every is True"),
     ],
 )
@@ -223,3 +224,43 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
         Ending(session, lambda: False).close(ValueError("another"))
     assert happened[-1] == "gave up: another"
     monkeypatch.setattr(sys, "excepthook", before)
+
+
+def test_an_error_while_the_links_are_measured_ends_the_process_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orderly end would wait for processes that still measure, with a peer that is gone, and they for it."""
+    one = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))
+    session = replace(one, launch=replace(one.launch, n_processes=2))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("connection reset by peer")
+
+    monkeypatch.setattr("meshmend.jax.managed.job._join", lambda _: session)
+    monkeypatch.setattr("meshmend.jax.managed.job.with_hardware", fail)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ValueError, match="connection reset"):
+        mmj.Job(tmp_path, 8)
+    ending = getattr(sys.excepthook, "__self__", None)
+    assert isinstance(ending, Ending), "an error that nobody catches gives up"
+    atexit.unregister(ending.close)
+
+
+def test_a_process_alone_shows_the_error_of_its_script_and_leaves_other_hooks_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordination = SimpleNamespace(close=lambda: None)
+    session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=1), coordination=coordination)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    for hook in (sys.__excepthook__, lambda *_: None):  # the second is of a debugger, or of a library for tracebacks
+        monkeypatch.setattr(sys, "excepthook", hook)
+        done, failed = Ending(session, lambda: False), Ending(session, lambda: False)
+        assert (sys.excepthook == done._on_error) == (hook is sys.__excepthook__)
+        done.close()
+        failed.close(error := ValueError("a typo"))  # a `with` block is left, and the error goes on to the hook
+        assert sys.excepthook is hook
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    Ending(session, lambda: False).close(error)
+    sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err == "ValueError: a typo\n"
+    assert sys.excepthook is not sys.__excepthook__

@@ -116,7 +116,7 @@ def test_if_nothing_is_whole_the_job_does_not_start_over(tmp_path: Path) -> None
     options = on_disk(tmp_path, 1)
     for path in arrays_on_disk(tmp_path, 1):
         path.write_bytes(b"")
-    with pytest.raises(RestartError, match=r"(?s)can be restored:\n- host 0: .*step 1 .*to start over"):
+    with pytest.raises(RestartError, match=r"(?s)can be restored:\n- host 0: .*step 1 .*--start-over"):
         Started(**options).restore()
     assert (tmp_path / "1").is_dir()
 

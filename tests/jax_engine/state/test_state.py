@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +27,7 @@ from meshmend.jax.state import gather as gathering
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.memory import Copy, HostMemory, PartReader, read_copy
+from meshmend.jax.state.memory import ASIDE, Copy, HostMemory, PartReader, read_copy
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.outline import Outline, ShardedArray
 from meshmend.jax.state.placement import place
@@ -347,15 +349,27 @@ def test_a_folder_that_cannot_be_written_is_reported(whole: Trained, tmp_path: P
         HostMemory(tmp_path / "file").write(copies_of(whole)[0])
 
 
-def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path) -> None:
+def test_what_a_restart_goes_back_behind_stays_until_all_hosts_have_written_a_newer_copy(
+    whole: Trained, tmp_path: Path
+) -> None:
+    def kept() -> list[tuple[int, int]]:
+        return [(found.attempt, found.step) for found in HostMemory(tmp_path).read()[0]]
+
     memory = HostMemory(tmp_path)
-    copy = copies_of(whole)[0]
+    copy = replace(copies_of(whole)[0], attempt=2)
     memory.pinned = frozenset({5})
     for step in (5, 6, 7):
         memory.write(replace(copy, step=step))
-    memory.keep_only(2, 6)
-    assert [found.step for found in memory.read()[0]] == [5, 6]
-    memory.clear()
+    memory.lock.release()
+    again = HostMemory(tmp_path)
+    again.go_back_to(2, 6)
+    assert kept() == [(2, 5), (2, 6), (2, 7)]  # another restart may find step 7 whole
+    again.write(replace(copy, attempt=3, step=7))
+    # Some hosts may not have written it yet: the copy that the job has resumed from is still there.
+    assert kept() == [(2, 6), (2, 7), (3, 7)]
+    again.write(replace(copy, attempt=3, step=8))
+    assert kept() == [(3, 7), (3, 8)]
+    again.clear()
     assert not tmp_path.exists()
 
 
@@ -371,6 +385,38 @@ def test_hosts_keep_a_block_of_what_all_have_and_shards_of_their_own_and_others(
         assert sum(array.nbytes for data in copy.data for array in data) == 8 * outline.share_bytes + shards
     replicated = sum(size * np.dtype(dtype).itemsize for dtype, sizes in outline.replicated.items() for size in sizes)
     assert 8 * outline.share_bytes * n_blocks == pytest.approx(replicated, rel=0.5, abs=64 * 8)
+
+
+def test_a_copy_that_was_set_aside_is_one_to_resume_from(whole: Trained, tmp_path: Path) -> None:
+    memory = HostMemory(tmp_path)
+    copy = replace(copies_of(whole)[0], attempt=2)
+    for step in (6, 7):
+        memory.write(replace(copy, step=step))
+    memory.go_back_to(2, 6)
+    memory.go_back_to(2, 7)
+    memory.write(replace(copy, attempt=3, step=8))
+    assert [found.step for found in memory.read()[0]] == [7, 8]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ASIDE]
+
+
+def test_where_there_is_no_room_for_a_copy_what_was_set_aside_goes(
+    whole: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(tmp_path)
+    copy = replace(copies_of(whole)[0], attempt=2)
+    for step in (6, 7):
+        memory.write(replace(copy, step=step))
+    memory.go_back_to(2, 6)
+    write = os.pwrite
+
+    def is_full(file: int, data: bytes, at: int) -> int:
+        if any(path.suffix == ASIDE for path in tmp_path.iterdir()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", is_full)
+    memory.write(replace(copy, attempt=3, step=7))
+    assert [(found.attempt, found.step) for found in memory.read()[0]] == [(2, 6), (3, 7)]
 
 
 def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:

@@ -26,6 +26,25 @@ from meshmend.jax.state.orbax import ChunkStore, imported
 from meshmend.jax.state.saving import checksum_of, copy_to_host
 
 
+class Counted:
+    """JAX's coordination client, and the keys that this process has set, by whatever part of it, and not deleted."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.keys: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def key_value_set(self, key: str, value: str, **options: Any) -> None:
+        self.client.key_value_set(key, value, **options)
+        self.keys.add(key)
+
+    def key_value_delete(self, key: str) -> None:
+        self.client.key_value_delete(key)
+        self.keys = {one for one in self.keys if one != key and not (key.endswith("/") and one.startswith(key))}
+
+
 def main() -> dict[str, Any]:
     me = jax.process_index()
     boxes.chunk_shape.__defaults__ = (1 << 14,)  # small, beside what a process has in one piece
@@ -38,6 +57,10 @@ def main() -> dict[str, Any]:
     training = mmj.fsdp.sharded_train_step(lambda *_: 0.0, optax.trace(0.5), fabric)
     state = jax.jit(training.init)(params, pair)
     layout = StateLayout.of(training, pair, params)
+    from jax._src import distributed
+
+    counted = Counted(distributed.global_state.client)
+    vars(distributed.global_state)["client"] = counted
     coordination = Coordination(me, 2)
     folder = coordination.exchange(tempfile.mkdtemp())[0]
     disk = Disk(folder, coordination=coordination)
@@ -62,7 +85,14 @@ def main() -> dict[str, Any]:
         a.start == b.start and a.elements.tobytes() == b.elements.tobytes()
         for a, b in zip(copy_to_host(layout, *again), copy_to_host(layout, params, state), strict=True)
     )
-    found = {"saved": saved, "same": same, "whole": 2 * 3_010_000 * 4, **counts, "orbax": 0.0, "sum": 0.0}
+    found: dict[str, Any] = {
+        "saved": saved,
+        "same": same,
+        "whole": 2 * 3_010_000 * 4,
+        **counts,
+        "orbax": 0.0,
+        "sum": 0.0,
+    }
     if me == 0:
         ts: Any = imported("tensorstore")
         spec = {"driver": "ocdbt", "base": f"file://{Path(folder) / '3' / 'state'}/", "path": "params.w"}
@@ -70,6 +100,16 @@ def main() -> dict[str, Any]:
         found["orbax"] = float(np.asarray(array).sum())
     whole = np.asarray(make(jax.random.key(0))["w"])
     found["sum"] = float(whole.sum())
+    found["keys"] = []
+    for number in range(4):
+        if number == 2:  # as another training of the same job does
+            disk.close()
+            coordination.exchange("closed")
+            disk = Disk(folder, coordination=coordination)
+        assert disk.save(layout, 1 + number // 2, 4 + number, params, state, None) == ""
+        assert disk.finished(within_s=120) == 4 + number
+        coordination.exchange("saved")
+        found["keys"].append(sorted(counted.keys))
     coordination.exchange("done")
     disk.close()
     coordination.close()

@@ -40,6 +40,7 @@ from meshmend.jax.state.placement import place
 from meshmend.jax.state.redundancy import least_blocks
 from meshmend.jax.state.voting import compile_vote
 from meshmend.jax.training import TrainStep
+from meshmend.launch.failure import repeated_by_restarts
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
     `params` and `batch` may be on any device or on none (`Feed.like`): only shapes and dtypes count.
     """
     fabric = training.fabric
-    with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
+    where = f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"
+    with repeated_by_restarts(), as_compiler_error(where):
         layout, (params, state), lowered = _lower(training, program, params, batch)
         _check_result(layout, lowered)
         # An empty state, made of no parameter, would be compiled for one device, which other processes do not have.
@@ -228,10 +230,15 @@ class CompileAhead:
         self._thread.join()
 
     def stop(self, *, wait: bool = True) -> None:
-        """Skip the rest; return when the current build is done, or at once if not `wait`."""
+        """Skip the rest; return when the current build is done, or at once if not `wait`.
+
+        With `wait`, raises what `first` has ended the job with, where the session has one process.
+        """
         self._stop.set()
         if wait:
             self._thread.join()
+            if self.first is not None:
+                self.session.check()
         else:
             # An interpreter that exits while a thread compiles aborts. `Session` ends the process directly.
             atexit.register(self._thread.join)

@@ -150,7 +150,7 @@ class SavedSteps:
         if step_digest(training, compiled.program, params, batch) != compiled.hlo:
             for path in self._files():
                 path.unlink(missing_ok=True)
-            self.session.give_up(
+            self.session.end_with(
                 TransientError(
                     f"The saved program {name} is not the one that this script makes now: something that the step "
                     "depends on has changed, and its fingerprint does not show it (values that the loss reads from "

@@ -50,9 +50,13 @@ class Coordination:
         self.limit_s = limit_s
         self.beat_s = beat_s
         self._keys = f"meshmend/{channel}/" if channel else "meshmend/"
+        self.name = channel
         self._round = count()
-        self._own_key = ""
-        """Of the last fact that this process has posted."""
+        self._own_keys: list[str] = []
+        """Of the facts that this process has posted and that are still there."""
+        self._channels = count(1)
+        self._channel: Coordination | None = None
+        """The last one that was opened."""
         self._doing = "starting"
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
@@ -61,24 +65,35 @@ class Coordination:
             self._heart.start()
 
     def channel(self, name: str) -> Coordination:
-        """Return another one of the same processes, whose exchanges do not get mixed up with these: for a thread."""
+        """Return another one of the same processes, whose exchanges do not get mixed up with these: for a thread.
+
+        Its name is new each time. Open one only when all processes are done with the last, whose facts go.
+        """
+        if self._channel is not None:
+            self._channel.forget()
         limits: dict[str, float] = {"timeout_s": self.timeout_s, "limit_s": self.limit_s, "beat_s": self.beat_s}
-        return Coordination(self.process, self.n_processes, channel=name, **limits)
+        name = f"{name} {next(self._channels)}"
+        self._channel = Coordination(self.process, self.n_processes, channel=name, **limits)
+        return self._channel
 
     def exchange(self, fact: Any) -> list[Any]:
         """Send a fact (anything that JSON can encode) to all processes; return the facts of all, by process."""
-        before, own = self._own_key, self._send(fact)
+        folder = self._send(fact).rpartition("/")[0]
         if self.n_processes == 1:
             return [json.loads(json.dumps(fact))]
-        folder = own.rpartition("/")[0]
         told = [json.loads(self._hear(f"{folder}/{process}", process)) for process in range(self.n_processes)]
-        if before:
-            # All have told this fact, so all have read the one before: a job that checks itself makes many of them.
+        # All have told this fact, so all have read those before: a job that checks itself makes many of them.
+        self.forget(but=1)
+        return told
+
+    def forget(self, *, but: int = 0) -> None:
+        """Delete what this process has posted, but so many of the last facts: all processes have read the others."""
+        while len(self._own_keys) > but:
             try:
-                _store().delete(before)
+                _store().delete(self._own_keys[0])
             except RuntimeError as error:
                 raise self._unreachable(error) from error
-        return told
+            del self._own_keys[0]
 
     def send(self, fact: Any) -> None:
         """Take part in an exchange without waiting for the others: for a process that is about to give up."""
@@ -101,10 +116,11 @@ class Coordination:
 
     def _send(self, fact: Any) -> str:
         """Post a fact; return its key."""
-        self._own_key = f"{self._keys}{next(self._round)}/{self.process}"
+        key = f"{self._keys}{next(self._round)}/{self.process}"
         if self.n_processes > 1:
-            _store().set(self._own_key, json.dumps(fact))
-        return self._own_key
+            _store().set(key, json.dumps(fact))
+            self._own_keys.append(key)
+        return key
 
     def _hear(self, key: str, process: int) -> str:
         """Wait for a key of a process while it is alive."""

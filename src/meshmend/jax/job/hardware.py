@@ -35,6 +35,7 @@ def with_hardware(session: Session, folder: Path, given: str | Hardware | None, 
     path = folder / file_name(fabric, session)
     found = session.coordination.exchange(_read(path) if session.launch.process == 0 else None)[0]
     if found is None and measures and fabric.mesh.n_cables:
+        session.timeline.note("measuring")
         with session.timeline.timed("measure"):
             folder.mkdir(exist_ok=True)
             mine = measure(fabric, file=path)

@@ -10,6 +10,7 @@ import inspect
 import ipaddress
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError,
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache, use_no_compile_cache
 from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.gloo import listen_where_reached
 from meshmend.jax.job.survivors import (
     agree_on_quarantine,
     check_connected,
@@ -39,13 +41,13 @@ from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
+from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
 from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
 from meshmend.launch.environment import Launch, read_launch
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.failure import await_stop, describe_failure, report_failure
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import wait_for_server
-from meshmend.launch.store import is_loopback
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
@@ -220,6 +222,22 @@ class Session:
         sys.stderr.flush()
         os._exit(GAVE_UP)
 
+    def stop(self, number: signal.Signals) -> NoReturn:
+        """End the process as a signal would, in order: with all others, when each of them has come to this point."""
+        self.coordination.exchange("stopped")
+        self.coordination.close()
+        jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    def end_with(self, error: BaseException) -> None:
+        """End the job with an error, from a thread beside the one that trains, whose loop calls `check`."""
+        self.give_up(error)
+
+    def check(self) -> None:
+        """Raise what a thread has ended the job with, where that has not ended the process."""
+
 
 def _describe_failure(error: BaseException) -> dict[str, Any]:
     """Describe why process 0 has no plan, so that the others can raise the same error."""
@@ -262,6 +280,7 @@ def initialize(
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
     quarantine: str | Path | None = None,
+    preemption: bool = False,
 ) -> Session:
     """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
 
@@ -286,14 +305,15 @@ def initialize(
     events, by default MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default
     MESHMEND_SHARED: what is listed there is left out of the fabric.
 
-    JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
+    With `preemption`, JAX's preemption service is on, as `Job` has it: SIGTERM does not end the process, and
+    `jax.experimental.multihost_utils.reached_preemption_sync_point` says after which step to save and end.
     """
     started, joining = process_started_at(), time.time()
     launched = _find_launch() if launch is None else launch
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, round=launched.round)
     if launched.hosts:
         notes.facts["host"] = launched.hosts[launched.process]
-    _configure(compile_cache)
+    _configure(compile_cache, preemption=preemption)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
         if launched.coordinator:
@@ -315,6 +335,8 @@ def initialize(
                 cluster_detection_method="deactivate",
                 **files,
             )
+        if _platform() in ("", "cpu"):
+            listen_where_reached(launched)
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
         if not _knows_coordinates(host_index):
@@ -351,7 +373,7 @@ def _credentials(launched: Launch) -> dict[str, Any]:
     has_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
     if given and has_tls:
         return write_credentials(given)
-    address = launched.coordinator.rpartition(":")[0]
+    address = split_address(launched.coordinator)[0]
     is_first = launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1
     if is_first and not is_loopback(address):
         needed = [] if has_tls else [f"JAX 0.12 or later (this is {jax.__version__})"]
@@ -369,9 +391,8 @@ def listening_address(coordinator: str) -> str | None:
     >>> listening_address("127.0.0.1:5000"), listening_address("a-name:5000")
     ('127.0.0.1:5000', None)
     """
-    address = coordinator.rpartition(":")[0]
     try:
-        _bind(f"{address}:0")
+        _bind(join_address(split_address(coordinator)[0], 0))
     except (OSError, ValueError):
         return None
     return coordinator
@@ -379,11 +400,11 @@ def listening_address(coordinator: str) -> str | None:
 
 def _bind(address: str) -> None:
     """Bind a socket to an address and port for a moment; port 0 stands for any that is free."""
-    host, _, port = address.rpartition(":")
-    ip = ipaddress.ip_address(host.strip("[]"))
-    with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as one:
+    host, port = split_address(address)
+    ipaddress.ip_address(host)  # of a name, nobody knows what the others take it for
+    with socket.socket(family_of(host)) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind((str(ip), int(port)))
+        one.bind((host, port))
 
 
 def _check_free(address: str | None) -> None:
@@ -399,12 +420,12 @@ def _check_free(address: str | None) -> None:
         ) from error
 
 
-def _configure(compile_cache: str | Path | None) -> None:
+def _configure(compile_cache: str | Path | None, *, preemption: bool) -> None:
     check_preloaded()
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", preemption)
 
 
 def check_preloaded() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -31,6 +32,8 @@ SIZES = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS")
 class SingleProcessSession(Session):
     """The session of a process without peers: an error is raised, because there is nobody to wait for in vain."""
 
+    _ended_with: list[BaseException] = field(default_factory=list, repr=False)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -40,6 +43,21 @@ class SingleProcessSession(Session):
         """Record an error and raise it."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
         raise error
+
+    def stop(self, number: signal.Signals) -> NoReturn:
+        """Raise what Python raises at Ctrl-C, or end as SIGTERM does."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def end_with(self, error: BaseException) -> None:
+        """Have the next `check` raise an error: an exception in a thread would end only that thread."""
+        self._ended_with.append(error)
+
+    def check(self) -> None:
+        """Raise what a thread has ended the job with."""
+        if self._ended_with:
+            raise self._ended_with.pop(0)
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:

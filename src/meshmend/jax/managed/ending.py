@@ -1,7 +1,8 @@
 """How a process of a job ends, in a script without a `with` block.
 
 With a peer gone, an orderly shutdown would wait for it until some timeout, and the launcher can only restart what has
-ended. So an error that nobody catches ends the process at once, and the end of the script waits for all processes.
+ended. So an error that nobody catches ends the process at once, and the end of the script waits for all processes. In a
+job of one process such an error is shown as in a launched one: the script's lines, without the frames between them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 
 from meshmend.errors import RestartError
 from meshmend.jax.job.session import Session, is_orderly
+from meshmend.launch.failure import readable_trace
 
 
 class Ending:
@@ -25,7 +27,7 @@ class Ending:
         self.is_training = is_training
         self._is_over = False
         self._hook = sys.excepthook
-        if session.launch.n_processes > 1:
+        if session.launch.n_processes > 1 or sys.excepthook is sys.__excepthook__:
             sys.excepthook = self._on_error
         atexit.register(self.close)
 
@@ -35,8 +37,9 @@ class Ending:
             return
         self._is_over = True
         atexit.unregister(self.close)
+        if sys.excepthook == self._on_error and (error is None or self.session.launch.n_processes > 1):
+            sys.excepthook = self._hook  # where a `with` block was left by an error, that is still to be shown
         if self.session.launch.n_processes > 1:
-            sys.excepthook = self._hook
             if error is not None and not is_orderly(error):
                 self.session.give_up(error)
             if self.is_training():
@@ -52,5 +55,9 @@ class Ending:
         jax.distributed.shutdown()
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        del kind, trace
-        self.session.give_up(error)
+        if self.session.launch.n_processes > 1:
+            self.session.give_up(error)
+        elif isinstance(error, Exception):
+            sys.stderr.write(readable_trace(error))
+        else:
+            self._hook(kind, error, trace)

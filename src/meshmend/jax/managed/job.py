@@ -32,7 +32,6 @@ from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.private import joined_as
 from meshmend.jax.state import Resumed
-from meshmend.jax.state.keeper import DISK_EVERY
 from meshmend.launch.environment import SHARED
 from meshmend.planning import Planner
 
@@ -52,10 +51,9 @@ class Job:
     `inner` names, as in {"fsdp": 2, "tensor": 2}; `train` then takes its `shardings`. Tiles are cut anew after each
     restart, and one that lost a chip is a hole.
 
-    Hosts keep copies of the state in memory: by default as often as takes at most 3 % of the time, which the job
-    measures, or after every `memory_every` steps. Every `disk_every`, a time or a number of steps, and at the end there
-    is a checkpoint in `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); by time, the
-    first one comes after a minute. 0 leaves either out.
+    Hosts keep copies of the state in memory: by default as often as slows down training by at most 3 %, which the job
+    measures, or after every `memory_every` steps. Every `disk_every` steps and at the end there is a checkpoint in
+    `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); 0 leaves either out.
     Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
     that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
     path. `planner` is as in `meshmend.plan`; one that could not serve what the loss of a host would leave is refused at
@@ -90,7 +88,7 @@ class Job:
         planner: str | Planner = "auto",
         hardware: str | Hardware | None = None,
         memory_every: int | str = "auto",
-        disk_every: int | str = DISK_EVERY,
+        disk_every: int = 100,
         disk: str | Path | None = None,
         start_from: str | Path | None = None,
         compile_ahead: bool = True,
@@ -106,10 +104,11 @@ class Job:
         if inner is not None and tile is None:
             raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
         joined = _join(self.shared) if session is None else session
+        # From here on, an error must not wait for the other processes.
+        self._ending = Ending(joined, lambda: self._is_training) if session is None else None
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
         joined = with_hardware(joined, self.shared.hardware, hardware, measures=is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
-        self._ending = Ending(self.session, lambda: self._is_training) if session is None else None
         check_shared(self.shared, self.session.coordination.exchange(self.shared.name))
 
     @property
@@ -151,6 +150,7 @@ class Job:
         microbatches: int = 1,
         accumulate_dtype: DTypeLike | None = jnp.float32,
         seed: int = 0,
+        independent: bool = True,
     ) -> Iterator[JobStep]:
         """Return the steps of training, one after the other, up to number `steps`, from where the job last stopped.
 
@@ -174,6 +174,10 @@ class Job:
           function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss is `loss(params, batch,
           pair)` and gathers what it needs with `scan_layers` and `gather_params`.
 
+        An example's loss must not depend on others in its batch, which chips share differently after each failure. A
+        new job calls the loss a few times to check that, and refuses what batch normalisation does;
+        `independent=False` leaves the check out.
+
         `microbatches` and `accumulate_dtype` are as in `train_step`. Every process runs the same loop. A failure ends
         this process; the launcher starts it again, and then the steps continue with the first that was not committed.
         """
@@ -194,6 +198,7 @@ class Job:
             microbatches=microbatches,
             accumulate_dtype=accumulate_dtype,
             shardings=shardings,
+            independent=independent,
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(
@@ -237,9 +242,9 @@ class Job:
 
 def _join(shared: SharedFolder) -> Session:
     host = os.environ.get("MESHMEND_HOST", str((joined_as() or (0, 1))[0]))
-    begin = initialize if is_launched() else initialize_alone
     timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
-    return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)
+    folders: dict[str, Any] = {"compile_cache": shared.compiled, "timeline": timeline, "quarantine": shared.path}
+    return initialize(**folders, preemption=True) if is_launched() else initialize_alone(**folders)
 
 
 def _folder(shared: str | Path | None) -> str | Path:

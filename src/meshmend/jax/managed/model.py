@@ -57,6 +57,8 @@ class Model:
     accumulate_dtype: DTypeLike | None = jnp.float32
     shardings: Any = None
     """How parameters are split inside tiles, where there are any."""
+    independent: bool = True
+    """Whether a new job checks that an example's loss depends on no other example."""
 
     @property
     def is_fsdp(self) -> bool:
@@ -103,13 +105,20 @@ class Model:
 
         inner_specs = plain.specs
         if inner_specs is None:
-            return TrainStep(init, step, fabric, self.accumulate_dtype, has_model_state=True)
+            return TrainStep(init, step, fabric, self.accumulate_dtype, has_model_state=True, values=plain.values)
 
         def specs(params: Tree, program: Program) -> tuple[Tree, Tree]:
             inside, of_state = inner_specs(params, program)
             return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), kept.start))
 
-        return TrainStep(init, step, fabric, self.accumulate_dtype, specs, has_model_state=True)
+        return TrainStep(init, step, fabric, self.accumulate_dtype, specs, has_model_state=True, values=plain.values)
+
+    def values_and_state(self, found: Tree) -> tuple[Tree, Tree]:
+        """Return the values and the new model state, None without one, from what the loss returns."""
+        if self.model_state is None:
+            return found[0] if self.has_aux else found, None
+        values, extra = found
+        return values, extra[0] if self.has_aux else extra
 
     def gradients(self, params: Tree, model_state: Tree, part: Part) -> Sums:
         """Return one device's sums over a part of its examples, for `Recompute`, without any collective.

@@ -19,6 +19,7 @@ import numpy as np
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Tree
 from meshmend.jax.formulas import inner_jaxprs
+from meshmend.jax.ordering import carried_operands
 
 
 class ModelState:
@@ -136,16 +137,16 @@ def _through(equation: Any, marked: list[bool]) -> list[bool]:
     if not any(marked):
         return none
     inner = [jaxpr for jaxpr, _ in inner_jaxprs(equation)]
-    name, how = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name == "scan":
-        (body,), (n_consts, n_carry) = inner, (how["num_consts"], how["num_carry"])
+        (body,), carries = inner, carried_operands(equation)
         while True:
             found = outputs_that_depend(body, marked)
-            carried = marked[n_consts : n_consts + n_carry]
+            carried = marked[carries.start : carries.stop]
             more = [a or b for a, b in zip(carried, found, strict=False)]
             if more == carried:
-                return carried + found[n_carry:]
-            marked = marked[:n_consts] + more + marked[n_consts + n_carry :]
+                return carried + found[len(carries) :]
+            marked = marked[: carries.start] + more + marked[carries.stop :]
     if name == "cond":
         branches = [outputs_that_depend(branch, marked[1:]) for branch in inner]
         return every if marked[0] else [any(ways) for ways in zip(*branches, strict=True)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshmend.cost.units import parse_seconds
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.checks.lag import HostClock
@@ -29,7 +29,10 @@ from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import with_offsets
+from meshmend.jax.managed.interrupts import Interrupts
+from meshmend.jax.managed.loss_checks import LossWatch, check_independence
 from meshmend.jax.managed.model import Model
+from meshmend.jax.managed.script import begin, naming_the_writer
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.program import Program
@@ -57,7 +60,7 @@ class RecoveryOptions:
     shared: SharedFolder
     planner: str | Planner
     memory_every: int | str
-    disk_every: int | str
+    disk_every: int
     compile_ahead: bool
     checks: Checks | None = None
     disk: str | Path = ""
@@ -66,16 +69,13 @@ class RecoveryOptions:
     """What Orbax has saved, for a new job to begin with."""
 
     def __post_init__(self) -> None:
-        _check_interval("memory_every", self.memory_every, 'or "auto"', lambda word: word == "auto")
-        _check_interval("disk_every", self.disk_every, 'or a time, as in "10min"', lambda word: parse_seconds(word) > 0)
-
-
-def _check_interval(name: str, value: Any, words: str, is_one: Callable[[str], bool]) -> None:
-    """Raise `ParameterError` unless a value is a number of steps, or one of its words."""
-    with suppress(ParameterError):
-        if is_one(value) if isinstance(value, str) else isinstance(value, int) and value >= 0 and value is not True:
-            return
-    raise ParameterError(f"{name} is {value!r}, expected a number of steps, 0 for never, {words}.")
+        for name in ("memory_every", "disk_every"):
+            value = getattr(self, name)
+            if name == "memory_every" and value == "auto":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                auto = ', or "auto"' if name == "memory_every" else ""
+                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never{auto}.")
 
 
 class TrainingRun:
@@ -108,6 +108,7 @@ class TrainingRun:
         """Whether another run in this process goes on with the job."""
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
+        self._interrupts = Interrupts()
         if options.checks is not None:
             check_possible(options.checks, model, session.fabric)
         self._check_agreement()
@@ -133,12 +134,13 @@ class TrainingRun:
         self._checking: Checking | None = None
         try:
             params = model.put(session.fabric, self._compiled.program)
-            self.found = self._keeper.restore(
-                params, self._compiled.init(params), extra=self._extra(Position()), donate=True
-            )
-            self.params, self._state = self.found.params, self.found.state
-            self.number = self.found.step
-            self._check_found()
+            with naming_the_writer(options.shared.path):
+                self.found = self._keeper.restore(
+                    params, self._compiled.init(params), extra=self._extra(Position()), donate=True
+                )
+                self.params, self._state = self.found.params, self.found.state
+                self.number = self.found.step
+                self._check_found()
             self._at = Position(*self.found.extra["position"])
             batch = feed.split(session.fabric).global_batch
             session.timeline.note("feed", step=self.number, position=self._at, batch=batch)
@@ -177,16 +179,12 @@ class TrainingRun:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
         waited, clock = deque[float](), HostClock()
-        keeper, found, checking = self._keeper, self.found, self._checking
+        keeper, found, checking, interrupts = self._keeper, self.found, self._checking, self._interrupts
+        watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
-        self.is_open = True
-        if 0 < self.last <= found.step and self.session.launch.process == 0:
-            LOGGER.warning(
-                "All %d steps of the job in %s are done already. For more, ask for more steps; to begin anew, give Job "
-                "another folder, or remove this one.",
-                found.step,
-                self.options.shared.path,
-            )
+        self.is_open, is_stopped = True, False
+        if self.session.launch.process == 0:
+            begin(self.options.shared.path, found.step, self.last)
 
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
@@ -194,12 +192,19 @@ class TrainingRun:
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, position=step.batch.at, waited_s=round(waited.popleft(), 6))
             self._saved_steps.confirm()
+            if watch is not None:
+                watch.see(step.number, step.loss)
             if checking is not None:
                 checking.settled(step.number)
 
         try:
+            interrupts.watch()
             batches = self.feed.batches(fabric, at=self._at)
             for number in range(found.step + 1, self.last + 1):
+                self.session.check()
+                is_stopped = interrupts.is_due()
+                if is_stopped:
+                    break
                 asked = time.monotonic()
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
@@ -235,13 +240,20 @@ class TrainingRun:
                         settle(under_way.popleft())
                 if checking is not None:
                     checking.time(number, *clock.lap())
-            if checking is not None and self.number > found.step:
+            if is_stopped:
+                keeper.keep_now(self.number, self.params, self._state, self._extra(self._at))
+            elif checking is not None and self.number > found.step:
                 checking.between(self.number, self.params, self._state, next(batches), is_last=True)
             while under_way:
                 settle(under_way.popleft())
-            if checking is not None:
-                checking.finish()
-            timeline.note("done", step=self.number)
+            if is_stopped:
+                timeline.note("stopped", step=self.number)
+            else:
+                if checking is not None:
+                    checking.finish()
+                self._stop_ahead()
+                timeline.note("done", step=self.number)
+                is_stopped = interrupts.is_due()
         except GeneratorExit:
             # The loop was left: what is kept so far stays, and the job may go on from there.
             pass
@@ -249,22 +261,39 @@ class TrainingRun:
             self.is_open, self._keeper, self._checking = False, None, None
             with suppress(Exception):  # of a step that has failed, there may be no state any more
                 self._keep_last(keeper)
+            interrupts.end()
             try:
                 self.session.give_up(error)  # ends the process, unless it is alone
             finally:
                 keeper.abandon()  # a notebook keeps the error, and with it all that it was raised in
-        self.finish()
+        self.finish(wait=not is_stopped)
+        if is_stopped:
+            self._stop(keeper)
 
-    def finish(self) -> None:
-        """Write what is still to be written, and release the copies' folder."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Write what is still to be written, and release the copies' folder; `wait` for what is being compiled."""
         self.is_open = False
+        self._interrupts.end()
+        try:
+            self._stop_ahead(wait=wait)
+        finally:
+            if self._keeper is not None:
+                keeper, self._keeper = self._keeper, None
+                self._keep_last(keeper)
+                keeper.close()
+
+    def _stop(self, keeper: Keeper) -> None:
+        """End the process as the signal would that has stopped the loop."""
+        number = self._interrupts.heard or signal.SIGTERM
+        if self.session.launch.process == 0 and self.session.launch.launcher != "meshmend run":  # which says it itself
+            LOGGER.warning("Stopped by %s after step %d: %s.", number.name, self.number, keeper.where(self.number))
+        self.session.stop(number)
+
+    def _stop_ahead(self, *, wait: bool = True) -> None:
+        """Compile no more ahead. Raises if the program that this job has loaded is not the one of its script."""
         if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
-        if self._keeper is not None:
-            keeper, self._keeper = self._keeper, None
-            self._keep_last(keeper)
-            keeper.close()
+            ahead, self._ahead = self._ahead, None
+            ahead.stop(wait=wait)
 
     def _keep_last(self, keeper: Keeper) -> None:
         """Keep the last step of a loop that was left, if this process is alone: others would not know of it."""
@@ -376,6 +405,8 @@ class TrainingRun:
                         f"{self.options.shared.path}."
                     )
             return
+        if self.model.independent:
+            check_independence(self.model, self.feed, self.session.fabric, self.params, self._compiled.program)
         if self.model.is_fsdp:
             return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
         digests = self.session.coordination.exchange(digest(self.model.params))

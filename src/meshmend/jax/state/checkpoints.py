@@ -32,7 +32,9 @@ class Checkpoints:
         self.disk = disk
         self.session = session
         self.saved_step = 0
-        """The last step that is known to be on disk."""
+        """The last step that is known to be on disk, also by an earlier attempt."""
+        self.last_step = 0
+        """That one, or a later one that is on its way there."""
         self.disk_answers = True
         self._claim_watch: ClaimWatch | None = None
         self._told = ""
@@ -75,6 +77,8 @@ class Checkpoints:
             problem = self.disk.save(layout, attempt, step, params, state, extra, verified)
         if problem:
             self._note_not_saved(step, problem)
+        else:
+            self.last_step = step
 
     def note_saved(self, *, wait: bool = False) -> None:
         """Note what has become of the checkpoint that was begun last, if it is over; with `wait`, wait a while."""

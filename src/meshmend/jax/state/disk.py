@@ -99,7 +99,6 @@ class Disk:
         self._saving: Saving | None = None
         self._has_failed = False
         """Whether a save has failed: then Orbax's manager is in a state that nobody knows."""
-        self._n_saves = 0
         self._probe = OneAtATime()
         self._claimed = 0
         self._claiming = threading.Lock()
@@ -230,12 +229,11 @@ class Disk:
             return str(reasons[0])
         if any(mine["has_failed"] for mine in told):
             self._saver, self._has_failed = None, False  # not closed: that may take as long
-        self._n_saves += 1
         facts = {"step": step, "attempt": attempt, "extra": extra, "verified": verified, "format": FORMAT}
         text = json.dumps(facts)  # what JSON cannot write is refused here, and not in the background
         runs = copy_to_host(layout, params, state)
         n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
-        channel = self.coordination.channel(f"save {self._n_saves}")
+        channel = self.coordination.channel("save")  # each one its own: one that has failed leaves exchanges unfinished
         self._saving = Saving(step, n_bytes, lambda: self._save(layout, runs, json.loads(text), channel))
         return ""
 
@@ -245,7 +243,7 @@ class Disk:
             self.hold_claim(facts["attempt"])
         self.preserved.verified = facts["verified"]
         if self._saver is None:
-            self._saver = Saver(self.folder, self.preserved, f"meshmend-save-{self._n_saves}")
+            self._saver = Saver(self.folder, self.preserved, f"meshmend-{channel.name}")
         checksums: Checksums = []
         written: dict[str, str] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,10 +32,10 @@ from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.trust import Trust
 from meshmend.jax.state.voting import Ballot
+from meshmend.launch.environment import LAUNCHER
+from meshmend.launch.hosts import name_hosts
 
 LOGGER = logging.getLogger(__name__)
-DISK_EVERY = "10min"
-"""How often there is a checkpoint, unless another number of steps or time is given."""
 WRITTEN_WITHIN_S = 10.0
 """How long a loop that an error has ended waits for the copy in memory that is being written."""
 
@@ -59,12 +60,10 @@ class Keeper:
     - **In memory**, after every `memory_every` steps: each host keeps what is replicated, the shards of its own devices
       and those of another host's in files of `memory`, which outlive the process. By default that is a folder per job
       and host in MESHMEND_MEMORY, or in /dev/shm. So failures of hosts lose only the steps since. "auto" measures what
-      copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, and never waited
-      for.
+      copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, never waited for.
       A number of steps is a promise: where copies take longer, training waits for them.
-    - **On disk**, if `disk` names a folder: Orbax checkpoints, asynchronous, every `disk_every`, a time ("10min") or a
-      number of steps; by time, the first one comes after a minute. For failures that memory does not cover: more hosts
-      at once than `spare_hosts`, or all of them. A disk that
+    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
+      failures that memory does not cover: more hosts at once than `spare_hosts`, or all of them. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
       waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
       alone reads them: they are the user's tree. What Orbax has saved of the same tree, a new job can `start_from`.
@@ -86,7 +85,7 @@ class Keeper:
         memory: str | Path | None = None,
         memory_every: int | str = 1,
         disk: str | Path | None = None,
-        disk_every: int | str = DISK_EVERY,
+        disk_every: int = 100,
         disk_timeout_s: float = 30.0,
         start_from: str | Path | None = None,
         untrusted: Sequence[tuple[int, int]] | None = None,
@@ -100,6 +99,7 @@ class Keeper:
         self.layout = layout
         self._has_default_folder = memory is None
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
+        self.memory.hosts = tuple(session.host_of_process)
         self.memory_every = memory_every
         self.disk = (
             Disk(disk, timeout_s=disk_timeout_s, coordination=session.coordination) if disk is not None else None
@@ -133,9 +133,10 @@ class Keeper:
         `donate`, the given arrays are gone afterwards, and devices never hold two states.
 
         Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
-        says what and why, as is what is not trusted; a state of another model or optimizer is refused. If something is
-        there but nothing is intact, or all that was verified is lost, that is an error too: only the user may decide
-        to start over.
+        says what and why, as is what is not trusted; a state of another model or optimizer is refused. Where parts of
+        every copy are with hosts that are absent, all wait for these hosts under `meshmend run`, which begins another
+        round when one comes back. If they do not come, if nothing is intact, or if all that was verified is lost, that
+        is an error, and nothing is removed: only the user may decide to start over, by `meshmend run --start-over`.
         """
         try:
             return self._restore(params, state, extra, donate)
@@ -150,6 +151,11 @@ class Keeper:
             everybody = self.session.coordination.exchange(mine)
             check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
+            problems = [problem for held in everybody for problem in held["problems"]]
+            usable = sources
+            if begun := min(held["start_over"] for held in everybody):
+                is_first = begun == self.session.launch.round
+                usable, problems = [one for one in sources if one.attempt >= begun and not is_first], []
             # The launcher's round, or the next one, where it has no count or does not know of earlier ones.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
             self._trust = Trust.of(everybody[0]["untrusted"])
@@ -161,8 +167,7 @@ class Keeper:
                 self._placement = place(self.layout.fabric, n_blocks=choose_blocks(self.layout, rooms, n_copies))
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
-            problems = [problem for held in everybody for problem in held["problems"]]
-            found, its_attempt = self._search(sources, problems, copies, (params, state), donate)
+            found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
             if found is None:
                 if self.start_from is not None:
                     params, state = self._begin_with(params, state, donate)
@@ -170,11 +175,11 @@ class Keeper:
             self._verified = found.verified if self._trust.is_checked else UNCHECKED
             self._go_back_to(found, its_attempt, sources, problems)
             facts |= {"source": found.source, "step": found.step}
-        self._table = self._make_table(found.step)
-        if self.memory_every or self._table.has_votes:
-            self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
-        if self.memory_every and self._ballot is not None:
+            if self.checkpoints is not None:
+                facts["saved"] = self.checkpoints.saved_step
+        if self.memory_every:
             with self.session.timeline.timed("compile"):
+                self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
                 self._mirror = Mirror(
                     self.layout,
                     self.memory,
@@ -186,21 +191,18 @@ class Keeper:
                     placement=self._placement,
                 )
                 self._mirror.compile(found.params, found.state)
+            self._table = Timetable(
+                self.memory_every,
+                found.step,
+                leads=self.session.launch.process == 0,
+                shares_cores=self.layout.fabric.platform == "cpu",
+            )
             if self._verified > 0:
                 self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
                 # Its copies may have been on hosts that are lost, or on disk only.
                 self._mirror.keep(found.step, found.params, found.state, found.extra, self._verified)
         return found
-
-    def _make_table(self, step: int) -> Timetable:
-        return Timetable(
-            self.memory_every,
-            step,
-            disk_every=0 if self.disk is None else self.disk_every,
-            leads=self.session.launch.process == 0,
-            shares_cores=self.layout.fabric.platform == "cpu",
-        )
 
     def _begin_with(self, params: Tree, state: Tree, donate: bool) -> tuple[Tree, Tree]:
         """Return the state that Orbax has saved at `start_from`."""
@@ -246,15 +248,28 @@ class Keeper:
             self._tell_interval(step)
         elif self._ballot is not None and table.vote_due(step):
             table.voted(step, self._ballot(table.wishes()))
-        if self.checkpoints is not None and (save or table.save_due(step)):
+        if self.checkpoints is not None and (save or step % self.disk_every == 0):
             self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
-            table.saved(step)
 
     def keep_last(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
         """Keep the state in memory, if that was not done: for a loop that was left, on all processes alike."""
         if self._mirror is not None and step > self._kept_step:
             self._mirror.keep(step, params, state, extra, self._verified)
             self._kept_step = step
+
+    def keep_now(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
+        """Keep the state in memory and on disk, if that was not done: for a loop that is stopped, on all alike."""
+        self.keep_last(step, params, state, extra)
+        if self.checkpoints is not None and step > self.checkpoints.last_step:
+            self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
+
+    def where(self, step: int) -> str:
+        """Say where the state of a step is kept, after `close`."""
+        if self.disk is not None and self.checkpoints is not None and self.checkpoints.saved_step == step > 0:
+            return f"its state is saved in {self.disk.folder}"
+        if self._mirror is not None and self._kept_step == step > 0:
+            return f"its state is kept in memory, in {self.memory.folder}"
+        return "its state is not kept" if step else "there is nothing to keep yet"
 
     def _tell_interval(self, step: int) -> None:
         """Note how often copies are kept whenever that has changed much, and say so once it is known what they cost."""
@@ -345,6 +360,7 @@ class Keeper:
             "problems": [],
             "claimed": 0,
             "untrusted": self._untrusted,
+            "start_over": self.session.launch.start_over,
         }
         copies: list[Copy] = []
         if self.memory_every:
@@ -396,7 +412,7 @@ class Keeper:
                 passed_over.append(source)
                 continue
             if not source.is_whole:
-                incomplete.append(str(source))
+                incomplete.append(source)
                 continue
             load = self._load_from_disk if source.kind == "disk" else self._load_from_memory
             loaded = load(source, copies, problems)
@@ -408,20 +424,43 @@ class Keeper:
                 problems.append(self._trust.explain(passed_over))
             verified = max(self._trust.verified_step(source, sources), 0)
             return Resumed(source.step, params, state, extra, source.kind, verified), source.attempt
+        problems += [self._await_hosts_of(source) for source in incomplete[:1]]
         if passed_over and self._trust.last_verified:
-            problems += [f"shards of {one} were lost with their hosts" for one in incomplete]
             raise self._trust.nothing_verified(passed_over, problems, self._folders())
         if problems:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
             raise RestartError(
-                f"Nothing of what this job has kept can be restored:{listed}\nBring back what is missing, or remove "
-                f"what is damaged ({self._folders()}) to start over."
+                f"Nothing of what this job has kept can be restored:{listed}\nNothing was removed from "
+                f"{self._folders()}. Bring back what is missing and start the job again; or begin anew on purpose: "
+                "`meshmend run --start-over`, or remove these folders."
             )
         if passed_over:
             problems.append(self._trust.explain(passed_over))
-        if incomplete:
-            self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None, 0
+
+    def _await_hosts_of(self, source: Source) -> str:
+        """Wait for the hosts that have the missing parts of a state, and say what is missing when they do not come.
+
+        A host that comes back ends this round, and with it this process: the next round has the host's copies.
+        """
+        launch = self.session.launch
+        absent = sorted(source.hosts - {*self.session.host_of_process})
+        missing = f"{source} lack {source.n_parts - len(source.holders)} of {source.n_parts} parts"
+        if not absent:
+            return missing
+        only = f"{missing}, which only {name_hosts(absent)} {'has' if len(absent) == 1 else 'have'}"
+        if launch.launcher != LAUNCHER or not launch.state_wait_s:
+            return only
+        limit = f"{launch.state_wait_s / 60:.3g} min"
+        self.session.timeline.note("state incomplete", step=source.step, hosts=absent, wait_s=launch.state_wait_s)
+        self._warn(
+            f"{only[0].upper()}{only[1:]}. Nothing is removed. The job waits up to {limit} for them to come back."
+        )
+        until = time.monotonic() + launch.state_wait_s
+        with self.session.coordination.doing(f"waiting for {name_hosts(absent)}"):
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, 1.0))
+        return f"{only} (waited {limit} for them)"
 
     def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Tree] | None:
         """Return what this process needs of a checkpoint, and what was kept with it; None if any process has failed."""
@@ -490,17 +529,19 @@ class Keeper:
             self.session.timeline.note("skipped", why=problem)
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
-            self.memory.keep_only(attempt, found.step, self._trust.trusts)
-        if self.disk is None or self.checkpoints is None or self.session.launch.process != 0:
-            return
-        if not self.checkpoints.disk_answers:
+            self.memory.go_back_to(attempt, found.step, self._trust.trusts)
+        if self.disk is None or self.checkpoints is None:
             return
         on_disk = [source for source in sources if source.kind == "disk"]
+        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
+        older -= self._damaged
+        self.checkpoints.last_step = self.checkpoints.saved_step = max(older, default=0)
+        if self.session.launch.process != 0 or not self.checkpoints.disk_answers:
+            return
         if found.source == "start" and not on_disk:
             return
-        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
         try:
-            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
+            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older)
         except OSError as error:
             self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
             return

@@ -38,7 +38,7 @@ from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.signing import file_key, is_signed, signature
 
-MAGIC = b"meshmend state 7\n"
+MAGIC = b"meshmend state 8\n"
 KEPT = 2
 """Copies that are kept. No host has the data of a copy before every host has written the one before (`mirror`): the
 one before that can go, and its memory is used again."""
@@ -51,6 +51,8 @@ SHARED_FROM_BYTES = 8 << 20
 LONGEST_HEADER = 256 << 20
 """Bytes; a longer header is damage, and not worth reading."""
 KIND = "copy in memory"
+ASIDE = ".aside"
+"""Ends the name of a copy that a restart went back behind: it goes when all hosts have written a newer one."""
 UNSIGNED = "-"
 
 
@@ -75,6 +77,8 @@ class Copy:
     """The last step that was verified when this was kept, 0 if none was; `UNCHECKED` if nothing checks the job."""
     checksums: tuple[int, ...] = ()
     """CRC-32 of each slice of each part, if it was read."""
+    hosts: tuple[int, ...] = ()
+    """Numbers of all hosts of the attempt: between them they had all parts."""
     path: Path = Path()
     first_byte: int = 0
     """Where the parts begin in its file."""
@@ -121,6 +125,7 @@ class Copy:
             "parts": list(self.parts),
             "verified": self.verified,
             "run": self.run,
+            "hosts": list(self.hosts),
         }
 
 
@@ -132,12 +137,20 @@ class HostMemory:
         self.lock = FolderLock(self.folder)
         self.pinned: frozenset[int] = frozenset()
         """Steps whose copies stay, however many newer ones are written."""
+        self.hosts: tuple[int, ...] = ()
+        """Numbers of the hosts that keep copies together."""
+        self._n_written = 0
 
     def write(self, copy: Copy) -> int:
         """Keep a copy, drop those that it supersedes, and return its bytes."""
         try:
             self.lock.take()
-            return self._write(copy)
+            try:
+                n_bytes = self._write(copy)
+            except OSError:
+                if not self._drop_aside():
+                    raise
+                n_bytes = self._write(copy)  # there may be room now
         except OSError as error:
             raise RestartError(
                 f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds "
@@ -145,6 +158,10 @@ class HostMemory:
                 "make room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
                 step=copy.step,
             ) from error
+        self._n_written += 1
+        if self._n_written == 2:  # no host has the data of a second copy before every host has written the first
+            self._drop_aside()
+        return n_bytes
 
     def _write(self, copy: Copy) -> int:
         facts = {
@@ -156,6 +173,7 @@ class HostMemory:
             "parts": copy.parts,
             "extra": copy.extra,
             "verified": copy.verified,
+            "hosts": self.hosts,
         }
         slices = [(number, part, ends) for number, part in enumerate(copy.parts) for ends in copy.outline.slices(part)]
         begin = len(_header(facts, [0] * len(slices)))
@@ -189,7 +207,7 @@ class HostMemory:
         """Return all copies whose headers are whole, oldest first, and what is wrong with the others."""
         found, damaged = [], []
         try:
-            paths = self._files()
+            paths = sorted([*self._files(), *self._files(ASIDE)], key=_attempt_and_step)
         except OSError as error:
             return [], [RestartError(f"{self.folder} cannot be read: {error.strerror}.")]
         for path in paths:
@@ -199,16 +217,28 @@ class HostMemory:
                 damaged.append(error)
         return found, damaged
 
-    def keep_only(self, attempt: int, step: int, trusts: Callable[[int, int], bool] = lambda *_: True) -> None:
-        """Drop copies of steps later than the restored one, of attempts later than its own, and what is not trusted."""
-        for path in self._files():
+    def go_back_to(self, attempt: int, step: int, trusts: Callable[[int, int], bool] = lambda *_: True) -> None:
+        """Set aside copies of steps later than the restored one, of attempts later than its own, or not trusted.
+
+        They go when all hosts have written a newer copy. Until then, hosts that come back may make them whole.
+        """
+        for path in [*self._files(), *self._files(ASIDE)]:
             its_attempt, its_step = _attempt_and_step(path)
-            if its_step > step or (its_attempt, its_step) > (attempt, step) or not trusts(its_attempt, its_step):
-                _remove(path)
+            is_later = its_step > step or (its_attempt, its_step) > (attempt, step)
+            name = path.name.removesuffix(ASIDE) + ASIDE * (is_later or not trusts(its_attempt, its_step))
+            if name != path.name:
+                path.replace(self.folder / name)
+
+    def _drop_aside(self) -> bool:
+        """Drop what was set aside; return whether there was anything."""
+        aside = self._files(ASIDE)
+        for path in aside:
+            _remove(path)
+        return bool(aside)
 
     def clear(self) -> None:
         """Drop all copies, and the folder."""
-        for path in [*self._files(), self.folder / "unfinished"]:
+        for path in [*self._files(), *self._files(ASIDE), self.folder / "unfinished"]:
             _remove(path)
         self.lock.remove()
         with contextlib.suppress(OSError):
@@ -224,10 +254,11 @@ class HostMemory:
         stay = {step: path for path in older if (step := _attempt_and_step(path)[1]) in pinned}
         return [path for path in older if path not in stay.values()]
 
-    def _files(self) -> list[Path]:
+    def _files(self, ending: str = "") -> list[Path]:
         if not self.folder.is_dir():
             return []
-        return sorted(path for path in self.folder.iterdir() if re.fullmatch(r"\d{6,}-\d{12,}", path.name))
+        name = re.compile(r"\d{6,}-\d{12,}" + re.escape(ending))
+        return sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
 
 
 def _header(facts: dict[str, Any], checksums: list[int]) -> bytes:
@@ -334,15 +365,28 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         checksums = tuple(int(checksum, 16) for checksum in facts["checksums"])
         extra = facts["extra"]
         verified = int(facts["verified"])
+        hosts = tuple(int(host) for host in facts["hosts"])
         if not UNCHECKED <= verified <= step:
             raise RestartError(f"expected a verified step up to {step}, got {verified}")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:
         raise RestartError(f"{path} is damaged: its header does not describe a copy ({error}).") from error
     first_byte = file.tell()
     copy = Copy(
-        attempt, step, outline, parts, [], extra, identity, run, verified, checksums, path=path, first_byte=first_byte
+        attempt,
+        step,
+        outline,
+        parts,
+        [],
+        extra,
+        identity,
+        run,
+        verified,
+        checksums,
+        hosts,
+        path=path,
+        first_byte=first_byte,
     )
-    if copy.name != path.name:
+    if copy.name != path.name.removesuffix(ASIDE):
         raise RestartError(f"{path} is damaged: its header says {copy.name}; it is another copy's file.", step=step)
     if len(set(parts)) != len(parts) or not all(0 <= part < outline.n_parts for part in parts):
         raise RestartError(f"{path} is damaged: its parts are not those of its state.", step=step)
@@ -356,7 +400,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
 
 def _attempt_and_step(path: Path) -> tuple[int, int]:
     """Return what a copy's file name says."""
-    attempt, step = path.name.split("-")
+    attempt, step = path.name.removesuffix(ASIDE).split("-")
     return int(attempt), int(step)
 
 

@@ -179,12 +179,12 @@ def make_parts_fn(layout: StateLayout, placement: Placement) -> Callable[[Tree, 
             flat = [(jnp.ravel(x), s) for x, s in zip(leaves, layout.is_sharded, strict=True) if x.dtype.name == dtype]
             whole, shards = ([leaf for leaf, split in flat if split is kind] for kind in (False, True))
             if outline.share_size(dtype):
-                cut = [
+                pieces = [
                     lax.dynamic_slice_in_dim(leaf, jnp.minimum(mine[column] * share, leaf.size - share), share)
                     for column in range(placement.shares.shape[1])
                     for leaf, share in zip(whole, outline.shares(dtype), strict=True)
                 ]
-                parts["share"][dtype] = _stack(cut, placement.shares.shape[1])
+                parts["share"][dtype] = _stack(pieces, placement.shares.shape[1])
             if outline.shards_size(dtype):  # otherwise only layers without elements have this dtype
                 parts["own"][dtype] = _stack(shards, 1)
                 if sends:
@@ -194,11 +194,11 @@ def make_parts_fn(layout: StateLayout, placement: Placement) -> Callable[[Tree, 
 
     mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=layout.specs, out_specs=by_device, check_vma=False)
 
-    def parts_of(params: Tree, state: Tree) -> Parts:
+    def cut(params: Tree, state: Tree) -> Parts:
         found: Parts = mapped(*jax.tree.leaves((params, state)))
         return found
 
-    return parts_of
+    return cut
 
 
 def _stack(pieces: list[jax.Array], n_parts: int) -> jax.Array:

@@ -40,6 +40,8 @@ class Source:
     """The last step that was verified when it was written."""
     run: str = ""
     """In memory: what all hosts of one attempt share."""
+    hosts: frozenset[int] = frozenset()
+    """In memory: numbers of the hosts that had all parts between them."""
     holders: dict[int, list[int]] = field(default_factory=dict)
     """In memory: for each part the processes that have it."""
 
@@ -111,6 +113,7 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     slices=(int(offer.get("slices", (0, 0))[0]), int(offer.get("slices", (0, 0))[1])),
                     verified=int(offer["verified"]),
                     run=str(offer.get("run", "")),
+                    hosts=frozenset(int(host) for host in offer.get("hosts", ())),
                 ),
             )
             if int(offer["verified"]) < source.verified:

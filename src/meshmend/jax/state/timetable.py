@@ -1,4 +1,4 @@
-"""When a job keeps its state: after which steps there is a copy in memory, or a checkpoint on disk.
+"""When a job keeps copies of its state in memory: after which steps.
 
 All processes must do the same after the same step, but each has its own clock. So they vote: after some steps, every
 process says what it wants, one small collective finds the largest wish of all, and a few steps later, when the result
@@ -8,8 +8,6 @@ rare, votes between them, about one per second.
 A copy costs the seconds that devices take to cut it and, where they share the host's cores with the thread that writes
 it, the seconds of writing. The next copy comes after 33 times as long, so that copies take 3 % of the time. The
 caller's own code is never part of it.
-
-Checkpoints come by the clock of process 0, the first one early: until then there is nothing that outlives all hosts.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
-
-from meshmend.cost.units import parse_seconds
 
 LARGEST_SLOWDOWN = 0.03
 """How much copies may slow down training: the share of its time that they cost."""
@@ -36,10 +32,6 @@ VOTE_EVERY_S = 1.0
 """Seconds between votes."""
 REMEMBERED = 3
 """Copies whose cost is taken into account."""
-FIRST_SAVE_S = 60.0
-"""Seconds from a start to its first checkpoint, unless they are more frequent."""
-FIRST_SAVE_ALONE_S = 10.0
-"""The same where there are no copies in memory."""
 LARGE_LOSS_S = 60.0
 """From so much training that the failure of a host would cost, people are told."""
 NEVER = 1 << 30
@@ -47,16 +39,14 @@ NEVER = 1 << 30
 
 
 class Wishes(NamedTuple):
-    """A process's vote, or the largest of all; what process 0 alone wishes for is 0 of others: its clock counts."""
+    """A process's vote, or the largest of all; `vote_in` is the wish of process 0 alone, and 0 of others."""
 
     is_late: int = 0
     """Whether to leave out the copy that comes with this vote: the one before it is still being written."""
     every: int = 0
     """Steps between copies."""
     vote_in: int = 0
-    """Steps to the next vote: process 0's wish."""
-    save_at: int = 0
-    """Step after which there is a checkpoint, 0 for none yet: process 0's wish."""
+    """Steps to the next vote."""
 
 
 Outcome = Callable[[], Wishes]
@@ -75,9 +65,8 @@ class CopyCost(NamedTuple):
 class Timetable:
     """Decides after which steps copies are kept: after every `memory_every`, or, if that is "auto", as they cost.
 
-    Checkpoints come every `disk_every`, a number of steps or a time, as in "10min"; 0 is never. Call `tick` once after
-    each step, `voted` after each vote, `copied` after each copy and `saved` after each checkpoint; every process calls
-    them alike. `shares_cores` says whether the thread that writes copies takes the devices' own cores. `leads` is for
+    Call `tick` once after each step, `voted` after each vote, and `copied` after each copy; every process calls them
+    alike. `shares_cores` says whether the thread that writes copies takes the devices' own cores. `leads` is for
     process 0.
     """
 
@@ -86,7 +75,6 @@ class Timetable:
         memory_every: int | str,
         step: int = 0,
         *,
-        disk_every: int | str = 0,
         leads: bool = True,
         shares_cores: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -97,14 +85,8 @@ class Timetable:
         self._leads = leads
         self._shares_cores = shares_cores
         self._clock = clock
-        self._save_every = 0 if isinstance(disk_every, str) else disk_every
-        self._save_every_s = parse_seconds(disk_every) if isinstance(disk_every, str) else math.inf
-        self.has_votes = self.is_auto or isinstance(disk_every, str)
-        self._step = self._copied = self._saved = step
-        self._has_copied = False
-        self._save_at = 0
-        self._save_due = clock() + min(self._save_every_s, FIRST_SAVE_S if memory_every else FIRST_SAVE_ALONE_S)
-        self._next_vote = step + FIRST_AFTER if self.has_votes else NEVER
+        self._copied, self._has_copied = step, False
+        self._next_vote = step + FIRST_AFTER if self.is_auto else NEVER
         self._vote_in = FIRST_AFTER
         self._votes: deque[tuple[int, Outcome]] = deque()
         """Step and outcome of the votes that nobody has looked at."""
@@ -122,15 +104,13 @@ class Timetable:
         now = self._clock()
         if self._n_ticks:
             self._steps.append(now - self._ticked)
-        self._ticked, self._n_ticks, self._step = now, self._n_ticks + 1, step
+        self._ticked, self._n_ticks = now, self._n_ticks + 1
         while self._votes and self._votes[0][0] + KNOWN_AFTER <= step:
             at, outcome = self._votes.popleft()
             agreed = outcome()
             self._vote_in = max(1, agreed.vote_in)
             self._next_vote = min(self._next_vote, at + self._vote_in)
             self.every = agreed.every if self.is_auto else self.every
-            if agreed.save_at and at > self._saved:  # it was not voted on before the last one
-                self._save_at = agreed.save_at
 
     def copy_due(self, step: int) -> bool:
         """Whether to keep a copy after this step."""
@@ -138,33 +118,21 @@ class Timetable:
             return self.every > 0 and step % self.every == 0
         return step >= self._copied + self.every
 
-    def save_due(self, step: int) -> bool:
-        """Whether to save a checkpoint after this step."""
-        if self._save_every:
-            return step % self._save_every == 0
-        return 0 < self._save_at <= step
-
     def vote_due(self, step: int) -> bool:
         """Whether to vote after this step, where there is no copy, which comes with a vote."""
         return step >= self._next_vote
 
     def wishes(self, *, is_late: bool = False) -> Wishes:
         """Return what this process wants now."""
-        if not self.has_votes:
+        if not self.is_auto:
             return Wishes(is_late)
-        every = NEVER if self.period_s is None else self._in_steps(self.period_s)
-        if not self._leads:
-            return Wishes(is_late, every)
         # The first steps seem short: a loop waits for a step only when two more are under way.
-        vote_in, save_in_s = min(self._in_steps(VOTE_EVERY_S), max(1, self._n_ticks)), self._save_due - self._clock()
-        save_in = max(KNOWN_AFTER, self._in_steps(save_in_s))
-        # A later vote knows better, if there is one in time.
-        is_time = math.isfinite(self._save_every_s) and not self._save_at and save_in <= vote_in + KNOWN_AFTER
-        return Wishes(is_late, every, vote_in, self._step + save_in if is_time else 0)
+        vote_in = min(self._in_steps(VOTE_EVERY_S), max(1, self._n_ticks)) if self._leads else 0
+        return Wishes(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in)
 
     def voted(self, step: int, outcome: Outcome) -> None:
         """Take in a vote after this step, whose outcome `tick` reads later."""
-        if self.has_votes:
+        if self.is_auto:
             self._votes.append((step, outcome))
             self._next_vote = step + self._vote_in
 
@@ -173,10 +141,6 @@ class Timetable:
         if self.is_auto and not self._has_copied:
             self.every = NEVER  # until a vote finds that all know what it cost
         self._copied, self._has_copied = step, True
-
-    def saved(self, step: int) -> None:
-        """Count on from a checkpoint after this step."""
-        self._saved, self._save_at, self._save_due = step, 0, self._clock() + self._save_every_s
 
     def copy_begins(self) -> None:
         """Say that devices begin to cut a copy. For any thread, as are the next two."""
@@ -230,4 +194,4 @@ class Timetable:
         return self._in_steps(self.at_risk_s)
 
     def _in_steps(self, seconds: float) -> int:
-        return max(1, math.ceil(min(seconds / self.step_s, NEVER)))
+        return max(1, min(math.ceil(seconds / self.step_s), NEVER))

@@ -29,12 +29,12 @@ class Ballot:
 def compile_vote(fabric: Fabric) -> jax.stages.Compiled:
     """Compile the function from all votes, one row per device, to the largest number of each column."""
 
-    def largest(votes: jax.Array) -> jax.Array:
+    def vote(votes: jax.Array) -> jax.Array:
         found: jax.Array = lax.pmax(votes[0], fabric.axes)
         return found
 
     split = PartitionSpec(fabric.axes)
-    mapped = jax.shard_map(largest, mesh=fabric.jax_mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+    mapped = jax.shard_map(vote, mesh=fabric.jax_mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
     return fabric.jit(mapped).lower(like_votes(fabric)).compile()
 
 

@@ -66,15 +66,17 @@ def lay_out(mesh: Mesh) -> Sites:
     >>> lay_out(Mesh("2x3")).chips.tolist()
     [0, 2, 3, 5]
     """
-    from scipy.optimize import linear_sum_assignment
-    from scipy.sparse.csgraph import shortest_path
-
     powers = _powers(mesh)
     bits = _bits(mesh, powers)
     n = n_sites(mesh)
-    hops: Floats = shortest_path(mesh.graph, directed=False, unweighted=True)
     apart = _distances(mesh, powers)
     cost = apart.max(axis=2) ** 2 + 0.1 * apart.sum(axis=2)
+    if n == mesh.n_chips and not cost.min(axis=1).any():  # a chip at every site
+        return Sites(cost.argmin(axis=1), np.full(n, -1, dtype=np.int64), bits)
+    from scipy.optimize import linear_sum_assignment  # a quarter of a second to import
+    from scipy.sparse.csgraph import shortest_path
+
+    hops: Floats = shortest_path(mesh.graph, directed=False, unweighted=True)
     _, chips = linear_sum_assignment(cost)
     best = chips = np.asarray(chips, dtype=np.int64)
     least = _worth(hops, chips, bits)

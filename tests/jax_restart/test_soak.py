@@ -1,0 +1,198 @@
+"""A job that goes on for long: what launcher, store, agents and workers hold does not grow with steps or recoveries."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from meshmend.jax.positions import check_positions
+from meshmend.launch.processes import children
+from meshmend.launch.timeline import read_timeline, timeline_of
+
+STEPS, DISK_EVERY, SAMPLES, N_HOSTS = 500, 10, 48, 3
+KILLS = {60: 1, 130: 0, 200: 2, 270: 1, 340: 0}
+"""After which step the worker of which host is killed. Host 0 has JAX's coordinator."""
+WINDOW = range(40, 60)
+"""Steps of a round after which its workers are compared with those of another round: compiling is over by then."""
+TOLERANCE = 0.05
+LIMIT_S = 1800.0
+SCRIPT = f"""
+import json, os, time
+import jax.numpy as jnp, numpy as np, optax
+import meshmend.jax as mmj
+from jax._src import distributed
+from jax_restart.test_soak import held, keys_of
+
+host, shared = os.environ["MESHMEND_HOST"], os.environ["MESHMEND_SHARED"]
+job = mmj.Job(global_batch=12, disk_every={DISK_EVERY}, hardware="cpu-xla", memory_every=1, compile_ahead=False)
+keys = keys_of(distributed.global_state)
+samples, weights = np.eye({SAMPLES}, dtype=np.float32), jnp.zeros({SAMPLES})
+with open(f"{{shared}}/held-{{host}}.jsonl", "a") as notes:
+    for step in job.train(lambda w, x: x @ w, optax.sgd(12.0), weights, samples, steps={STEPS}):
+        facts = {{"step": step.number, "pid": os.getpid(), "at": time.time(), **held(os.getpid())._asdict()}}
+        if host == "0":
+            facts["keys"] = len(keys())
+        print(json.dumps(facts), file=notes, flush=True)
+        time.sleep(0.02)
+assert np.allclose(job.params, -{STEPS} * 12 // {SAMPLES}, atol=1e-2), job.params
+"""
+"""Each sample is a unit vector, so that the parameters say how often each of them was used.
+
+Nothing is compiled ahead: how far that has come after so many steps depends on how busy the machine is.
+"""
+
+
+class Held(NamedTuple):
+    """What a process holds, by the kernel's account."""
+
+    threads: int
+    descriptors: int
+    megabytes: float
+    """Memory of its own, in 2²⁰ bytes: not what files or shared memory are mapped to."""
+
+
+def held(pid: int) -> Held:
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    megabytes = int(lines["RssAnon"].split()[0]) / 1024
+    return Held(int(lines["Threads"]), len(list(Path(f"/proc/{pid}/fd").iterdir())), megabytes)
+
+
+def keys_of(state: Any) -> Any:
+    """Return what lists the keys of JAX's coordinator, under all names that this process has ever set."""
+    client, names = state.client, {"meshmend"}
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def key_value_set(self, key: str, value: str, **more: Any) -> None:
+            names.add(key.split("/")[0])
+            client.key_value_set(key, value, **more)
+
+        def key_value_set_bytes(self, key: str, value: bytes, **more: Any) -> None:
+            names.add(key.split("/")[0])
+            client.key_value_set_bytes(key, value, **more)
+
+    state.client = Recorded()
+    return lambda: [key for name in sorted(names) for key, _ in client.key_value_dir_get(name)]
+
+
+def name_of(pid: int, launcher: int) -> str | None:
+    """Return what a process of the job is; None for those that come and go."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if pid == launcher:
+        return "launcher"
+    for mark, name in (("launch.store", "store"), ("run_host", "agent"), ("launch.warm", "warm")):
+        if any(mark in word for word in words):
+            # A worker is a fork of the warm process, and has its command line.
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            forked = mark == "launch.warm" and "launch.warm" in Path(f"/proc/{parent}/cmdline").read_text()
+            return None if forked else f"{name} {pid}"
+    return None
+
+
+def notes_of(shared: Path, host: int) -> list[dict[str, Any]]:
+    path = shared / f"held-{host}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last one of a worker that was killed
+            found.append(json.loads(line))
+    return found
+
+
+def middle(samples: list[Held]) -> Held:
+    assert len(samples) >= 3, "too few to compare"
+    return Held(*(statistics.median(column) for column in zip(*samples, strict=True)))
+
+
+def compare(what: str, before: Held, after: Held) -> list[str]:
+    """Print both; return what has grown by more than the tolerance."""
+    print(f"{what:<24}" + "".join(f"{a:>10.1f} {b:>10.1f}" for a, b in zip(before, after, strict=True)))  # noqa: T201
+    return [
+        f"{what}: {name} from {a:.1f} to {b:.1f}"
+        for name, a, b in zip(Held._fields, before, after, strict=True)
+        if b > a * (1 + TOLERANCE)
+    ]
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_500_steps_50_checkpoints_and_5_kills(tmp_path: Path) -> None:
+    script, shared = tmp_path / "train.py", tmp_path / "shared"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "meshmend", "run", "--local", f"1x{N_HOSTS}", "--host", "1x1"]
+    log = (tmp_path / "log").open("w")
+    began = time.monotonic()
+    job = subprocess.Popen(
+        [*command, "--hosts", f"{N_HOSTS}:{N_HOSTS}", "--shared", str(shared), str(script)],
+        cwd=tmp_path,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    seen: dict[str, list[tuple[float, Held]]] = {}
+    left = dict(KILLS)
+    try:
+        while job.poll() is None:
+            assert time.monotonic() < began + LIMIT_S, (tmp_path / "log").read_text()[-3000:]
+            for pid in (job.pid, *children(job.pid)):
+                with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile
+                    if (name := name_of(pid, job.pid)) is not None:
+                        seen.setdefault(name, []).append((time.time(), held(pid)))
+            for step, host in list(left.items()):
+                so_far = notes_of(shared, host)
+                if so_far and so_far[-1]["step"] >= step:
+                    del left[step]
+                    os.kill(so_far[-1]["pid"], signal.SIGKILL)
+            time.sleep(0.2)
+    finally:
+        if job.poll() is None:
+            job.send_signal(signal.SIGTERM)
+            job.wait(60)
+    printed = (tmp_path / "log").read_text()
+    assert job.returncode == 0, printed[-3000:]
+    assert not left
+    assert check_positions(shared, SAMPLES) == STEPS
+
+    # Rounds of host 0's workers, each with what its worker has noted, in order.
+    notes = {host: notes_of(shared, host) for host in range(N_HOSTS)}
+    rounds = {host: list(dict.fromkeys(one["pid"] for one in notes[host])) for host in notes}
+    assert {len(pids) for pids in rounds.values()} == {len(KILLS) + 1}, "every kill is a round of all"
+    saved = {e["step"] for host in notes for e in read_timeline(timeline_of(shared, host)) if e["event"] == "saved"}
+    assert len(saved) >= 0.9 * STEPS / DISK_EVERY, "one that is under way when a worker is killed may be left out"
+
+    grown = []
+    print(f"\n{time.monotonic() - began:.0f} s, {len(saved)} checkpoints; threads, descriptors, MiB: then, now")  # noqa: T201
+    for host in notes:
+        own = [[one for one in notes[host] if one["pid"] == pid] for pid in rounds[host]]
+        window = [[Held(*(one[name] for name in Held._fields)) for one in ones] for ones in own]
+        third, last = (middle(window[index][WINDOW.start : WINDOW.stop]) for index in (2, -1))
+        grown += compare(f"worker {host}, recoveries", third, last)
+        grown += compare(f"worker {host}, steps", last, middle(window[-1][-20:]))
+        if host == 0:
+            keys = [one["keys"] for one in own[-1]]
+            early, late = min(keys[WINDOW.start : WINDOW.stop]), min(keys[-20:])  # what stays between two checkpoints
+            print(f"keys of the coordinator   {early} {late}")  # noqa: T201
+            grown += [f"keys: from {early} to {late}"] * (late > early * (1 + TOLERANCE))
+    then = next(one["at"] for one in notes[0] if one["pid"] == rounds[0][2])  # two recoveries are over
+    end = notes[0][-20]["at"]
+    lasting: Counter[str] = Counter()
+    for name, samples in seen.items():
+        early_on = [one for at, one in samples if then <= at < then + 10]
+        at_last = [one for at, one in samples if at >= end]
+        if len(samples) > 3:  # a process that is just being started has the command line of the one that starts it
+            lasting[name.split()[0]] += 1
+            grown += compare(name, middle(early_on), middle(at_last))
+    assert lasting == {"launcher": 1, "store": 1, "agent": N_HOSTS, "warm": N_HOSTS}
+    assert not grown
