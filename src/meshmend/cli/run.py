@@ -426,15 +426,17 @@ def _run_locally(
         while running.running:
             job.read()
             screen.look(job, began)
-            for one in [each for each in left if _steps_of(job, each.host, began) >= each.step]:
-                left.remove(one)
-                if one.host in running.running:
-                    at = running.kill(one.host)
-                    job.read()  # it went on until it died
-                    step = _steps_of(job, one.host, began)
-                    killed.append((Kill(one.host, step), at))
-                    screen.lost(at)
-                    screen.say(f"host {one.host} is killed after step {step}, its memory is lost", "bold red")
+            # Hosts that are to die after the same step do so at the same moment.
+            due = {each.step for each in left if _steps_of(job, each.host, began) >= each.step}
+            dying = [each.host for each in left if each.step in due and each.host in running.running]
+            left = [each for each in left if each.step not in due]
+            died = [(host, running.kill(host)) for host in dying]
+            job.read()  # they went on until they died
+            for host, at in died:
+                step = _steps_of(job, host, began)
+                killed.append((Kill(host, step), at))
+                screen.lost(at)
+                screen.say(f"host {host} is killed after step {step}, its memory is lost", "bold red")
             running.watch(WATCH_S)
         job.read()
         screen.look(job, began)

@@ -6,6 +6,7 @@ The oracle counts: a set of hosts may fail if each part is kept by a host outsid
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -161,6 +162,15 @@ def test_a_domain_may_fail(domains: str, n_keepers: int, sharded: bool) -> None:
             assert found.survives(lost), f"domain {name} with {n_blocks} blocks"
 
 
+def test_a_domain_that_cannot_be_survived_is_told() -> None:
+    mesh, host_of_chip = hosts_of("4x6", "2x2")
+    for domains, end in (("aabbcc", "and of any failure domain"), ("aaaaab", "but not of every domain")):
+        found = case(mesh, host_of_chip, sharded=True, domains=tuple(domains))
+        assert f"any 1 of 6 hosts at once, {end}: each" in found.placement.describe(found.outline)
+        lost = [host for host, name in enumerate(domains) if name == "a"]
+        assert found.survives(lost) == (end != "but not of every domain")
+
+
 def test_a_domain_of_most_hosts_costs_no_more_than_it_must() -> None:
     """Five of six hosts are in one: one pair can be apart, and the others are as far away as without domains."""
     mesh, host_of_chip = hosts_of("4x6", "2x2")
@@ -228,6 +238,11 @@ def test_what_it_costs_at_the_size_of_a_pod() -> None:
     """2,240 hosts: no host is tried one by one, and two keepers are as far apart as can be."""
     mesh = mm.Mesh("16x20x28", wrap=True)
     host_of_chip = tuple((((x // 2) * 10 + y // 2) * 28 + z) for x, y, z in mesh.coords.tolist())
+    begun = time.process_time()
     found = place_on(host_of_chip, mesh, domains=tuple(f"rack {host // 16}" for host in range(2240)))
+    owned = tuple((chip,) for chip in range(mesh.n_chips))
+    outline = Outline(mesh.n_chips, 1, mesh.n_chips, owned, {}, (ShardedArray("float32", mesh.n_chips, 1),))
+    assert found.describe(outline).startswith("the failure of any 1 of 2240 hosts at once, and of any failure domain")
+    assert time.process_time() - begun < 10  # 0.5 s; what looks at pairs of hosts takes minutes
     keepers = np.array(host_of_chip)[np.argsort(found.kept[0])]
     assert (np.abs(keepers - np.array(host_of_chip)) == 1120).all()

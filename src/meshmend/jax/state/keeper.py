@@ -63,7 +63,7 @@ class Keeper:
       copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, never waited for.
       A number of steps is a promise: where copies take longer, training waits for them.
     - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
-      failures that memory does not cover: more hosts at once than `spare_hosts`, or all of them. A disk that
+      failures that memory does not cover: more hosts at once than the job says at its start. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
       waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
       alone reads them: they are the user's tree. What Orbax has saved of the same tree, a new job can `start_from`.
@@ -165,6 +165,8 @@ class Keeper:
                 n_copies = CHECKED_COPIES if self._trust.is_checked else KEPT
                 rooms = [Room(*held["room"]) for held in everybody]
                 self._placement = place(self.layout.fabric, n_blocks=choose_blocks(self.layout, rooms, n_copies))
+                outline = replace(self.layout.outline, n_shares=self._placement.n_shares)
+                facts["survives"] = self._placement.describe(outline)
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
             found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
@@ -286,19 +288,12 @@ class Keeper:
             return
         LOGGER.log(
             logging.WARNING if at_risk_s > LARGE_LOSS_S else logging.INFO,
-            "Copies in memory after every %d steps take at most %d %% of the time. They survive the failure of any %d "
-            "of %d hosts at once, which costs up to %d steps. Job(memory_every=…) sets another number of steps.",
+            "Copies in memory after every %d steps take at most %d %% of the time; the failure of a host costs up to "
+            "%d steps. Job(memory_every=…) sets another number of steps.",
             every,
             round(100 * LARGEST_SLOWDOWN),
-            self.spare_hosts,
-            self.session.launch.n_processes,
             table.at_risk,
         )
-
-    @property
-    def spare_hosts(self) -> int:
-        """How many hosts may fail at once, whichever they are, and the job still resumes from memory."""
-        return self._placement.spares(replace(self.layout.outline, n_shares=self._placement.n_shares))
 
     def verify(self, step: int) -> None:
         """Say that the state after `step` is good: all checks that were due have passed, on all processes.

@@ -61,6 +61,8 @@ class Placement:
     """Shares that each device cuts; some of them may be the same."""
     kept: Annotated[Ints, "int32[K, C]"]
     """For each keeper and chip, the chip whose shards it is sent; its own where no other host keeps them."""
+    domain_of: dict[int, int]
+    """The first host of each host's failure domain."""
 
     @cached_property
     def hosts(self) -> list[int]:
@@ -110,6 +112,24 @@ class Placement:
         """Return how many hosts may fail at once, whichever they are, without the loss of a part."""
         return min(map(len, self.holders(outline).values())) - 1
 
+    def survives_domains(self, outline: Outline) -> bool:
+        """Whether any one failure domain may fail as a whole without the loss of a part."""
+        return all(len({self.domain_of[host] for host in held}) > 1 for held in self.holders(outline).values())
+
+    def describe(self, outline: Outline) -> str:
+        """Say which failures copies survive, and why; "" if they survive none."""
+        n_spares, n_hosts, n_keepers = self.spares(outline), len(self.hosts), len(self.kept)
+        if n_spares < 1:
+            return ""
+        domains = ""
+        if len(set(self.domain_of.values())) < n_hosts:
+            domains = ", and of any failure domain" if self.survives_domains(outline) else ", but not of every domain"
+        which = "" if self.n_blocks == 1 else f"one of {self.n_blocks} parts of "
+        kept = [f"{which}the {'replicated arrays' if outline.sharded else 'whole state'}"] * bool(outline.replicated)
+        if outline.sharded:
+            kept.append(f"its own shards and those of {n_keepers} other host{'s' * (n_keepers > 1)}")
+        return f"the failure of any {n_spares} of {n_hosts} hosts at once{domains}: each keeps {', '.join(kept)}"
+
 
 def place(
     fabric: Fabric, *, n_blocks: int = 1, host_of_chip: Sequence[int] | None = None, n_keepers: int = KEEPERS
@@ -153,7 +173,8 @@ def place_on(
     chips = np.arange(len(host_of_chip)).reshape(mesh.n_chips, -1)
     names, host_of = np.unique(host_of_chip, return_inverse=True)
     hosts = host_of.reshape(chips.shape)
-    together = _taken_out_together(hosts, len(names), mesh, _domain_numbers(names.tolist(), domains))
+    domain_of = _domain_numbers(names.tolist(), domains)
+    together = _taken_out_together(hosts, len(names), mesh, domain_of)
     orders = [_spread(np.unique(slot), together) for slot in hosts.T]
     largest = max(int(np.unique(slot, return_counts=True)[1].max()) for slot in hosts.T) * n_cores
     per_block = max(1, min(largest, mesh.n_chips * n_cores // n_blocks))
@@ -175,7 +196,15 @@ def place_on(
     table = np.array([(row + row[-1:] * n_columns)[:n_columns] for _, row in sorted(shares.items())], np.int32)
     for array in (table, kept):
         array.flags.writeable = False
-    return Placement(host_of_chip, n_cores, n_blocks, n_blocks * per_block, table, kept)
+    return Placement(
+        host_of_chip,
+        n_cores,
+        n_blocks,
+        n_blocks * per_block,
+        table,
+        kept,
+        dict(zip(names.tolist(), domain_of, strict=True)),
+    )
 
 
 def _keepers(hosts: NDArray[np.int64], order: NDArray[np.int64], number: int, of: int) -> NDArray[np.int64]:
