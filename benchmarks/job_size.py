@@ -227,7 +227,7 @@ def keepers(megabytes: float) -> None:
     from meshmend.jax.state.placement import place
 
     params, loss, _ = model(megabytes)
-    with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # noqa: S108
+    with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         fabric, me = session.fabric, jax.process_index()
         program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update="two-phase")
         training = mmj.train_step(loss, optax.adam(1e-3), fabric)

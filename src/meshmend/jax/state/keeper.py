@@ -231,8 +231,8 @@ class Keeper:
         `pin` keeps it in memory, whatever `memory_every` says (unless that is 0), until it or a later pinned one is
         verified: for a step whose state is being checked.
 
-        A step whose copy is kept is committed, safe from the loss of any one host, as soon as all hosts have written
-        it. No host waits for confirmation: there is no later copy before that (`mirror`).
+        A step whose copy is kept is committed, safe from the failures that `Placement.describe` names, as soon as all
+        hosts have written it. No host waits for confirmation: there is no later copy before that (`mirror`).
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)

@@ -38,7 +38,7 @@ Parts = dict[str, dict[str, Annotated[jax.Array, "[D, N, E]"]]]
 
 
 class Mirror:
-    """Keeps copies of a training state in this host's memory and in another host's. Made by `Keeper`."""
+    """Keeps this host's part in the copies of a training state. Made by `Keeper`."""
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ from meshmend.jax.state.outline import Outline
 from meshmend.topology import Mesh
 
 KEEPERS = 1
-"""Other hosts that keep a device's shards."""
+"""Other hosts that keep a device's shards. A second one makes copies a third more expensive (docs/jobs.md), so that
+every failure would cost a third more steps."""
 
 MOST_VAIN = 8
 """Hosts for which no better place is found until no more are looked for: most hosts are then in one domain."""
