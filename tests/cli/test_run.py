@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from meshmend.cli import app
 from meshmend.cli.run import Kill, parse_kill
 from meshmend.cli.screen import SAME_S, Screen
+from meshmend.launch.environment import find_domain
 from meshmend.launch.timeline import Timeline, timeline_of
 from meshmend.launch.watching import Watch
 
@@ -274,6 +275,20 @@ def test_steps_that_are_done_again_are_told_with_the_reason(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"meshmend │ round 2: step {resumed + 1} is done")
     assert lines[1:] == ([f"meshmend │ round 2: {said}"] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "found"),
+    [
+        ("rack 7", {"MESHMEND_DOMAIN": "rack 8", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "rack 7"),
+        (None, {"MESHMEND_DOMAIN": "rack 8", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "rack 8"),
+        (None, {"MESHMEND_DOMAIN": "", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "row1.rack9"),
+        (None, {"SLURM_TOPOLOGY_ADDR": "node3"}, ""),  # Slurm knows no topology
+        (None, {}, ""),
+    ],
+)
+def test_a_failure_domain_is_given_or_the_launchers(given: str | None, environment: dict[str, str], found: str) -> None:
+    assert find_domain(given, environment) == found
 
 
 def test_a_start_says_once_what_copies_survive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
