@@ -2,11 +2,13 @@
 
     meshmend run --local 2x2 --host 1x2 benchmarks/job_size.py steps 100    # megabytes of parameters, with Adam
     meshmend run --local 4x1 --host 1x1 benchmarks/job_size.py restore 400
+    meshmend run --local 4x1 --host 1x1 benchmarks/job_size.py keepers 100
     python benchmarks/job_size.py copy 400
 
 `steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
-memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
+memory than for its state a host needs meanwhile. `keepers`: what it costs that two other hosts keep a device's shards,
+and not one: in the devices' time and the writer's. `copy`: writing a copy against copying as many bytes in memory, and
 what the program that makes copies needs on each device.
 """
 
@@ -140,6 +142,7 @@ def restore(megabytes: float) -> None:
     from meshmend.jax.state.gather import compile_gather
     from meshmend.jax.state.layout import StateLayout
     from meshmend.jax.state.mirror import compile_cut
+    from meshmend.jax.state.placement import place
 
     params, loss, _ = model(megabytes)
     with initialize() as session:
@@ -165,7 +168,7 @@ def restore(megabytes: float) -> None:
                 memory = Path("/dev/shm") / folder.name / f"{update}-{me}"  # noqa: S108
             both: Any = {"memory": memory, "disk": folder / update, "disk_timeout_s": 300.0}
             state = begin()
-            layout.programs.update(cut=compile_cut(layout, *state), gather=compile_gather(layout))
+            layout.programs.update(cut=compile_cut(layout, *state, place(fabric)), gather=compile_gather(layout))
             kept = Keeper(session, layout, **both, memory_every=1, disk_every=1)
             kept.restore(*state)
             kept.keep(1, *state, save=True)
@@ -210,6 +213,58 @@ def restore(megabytes: float) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def keepers(megabytes: float) -> None:
+    import jax
+    import optax
+
+    import meshmend as mm
+    import meshmend.jax as mmj
+    from meshmend.jax.job import initialize
+    from meshmend.jax.state import put
+    from meshmend.jax.state.layout import StateLayout
+    from meshmend.jax.state.memory import HostMemory
+    from meshmend.jax.state.mirror import compile_cut, copy_of
+    from meshmend.jax.state.placement import place
+
+    params, loss, _ = model(megabytes)
+    with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        fabric, me = session.fabric, jax.process_index()
+        program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update="two-phase")
+        training = mmj.train_step(loss, optax.adam(1e-3), fabric)
+        layout = StateLayout.of(training, program, params)
+        weights = put(params, fabric)
+        state = fabric.jit(training.init)(weights, program)
+        placements = {number: place(fabric, n_keepers=number) for number in (1, 2)}
+        cuts = {number: compile_cut(layout, weights, state, one) for number, one in placements.items()}
+        cut_s: dict[int, list[float]] = {number: [] for number in cuts}
+        write_s: dict[int, list[float]] = {number: [] for number in cuts}
+        n_bytes = dict.fromkeys(cuts, 0)
+        for step in range(8):
+            for number, cut in cuts.items():
+                session.coordination.exchange("ready")
+                begun = time.perf_counter()
+                parts = jax.block_until_ready(cut(weights, state))
+                cut_s[number].append(time.perf_counter() - begun)
+                one = copy_of(parts, layout, placements[number], me, 1, step, None, "run")
+                begun = time.perf_counter()
+                n_bytes[number] = HostMemory(Path(folder) / str(number)).write(one)
+                write_s[number].append(time.perf_counter() - begun)
+        if me == 0:
+            cut_ratio, write_ratio = (
+                statistics.median(b / a for a, b in zip(seconds[1], seconds[2], strict=True))
+                for seconds in (cut_s, write_s)
+            )
+            needs: list[Any] = [cut.memory_analysis() for cut in cuts.values()]
+            sys.stdout.write(
+                f"{jax.process_count()} hosts of {jax.local_device_count()} devices, {n_bytes[1] / 1e6:.0f} MB of a "
+                f"host's copy with one keeper: with two it is {n_bytes[2] / n_bytes[1]:.2f} times as large, cut in "
+                f"{cut_ratio:.2f} and written in {write_ratio:.2f} times as long ({statistics.median(cut_s[1]):.3f} "
+                f"and {statistics.median(write_s[1]):.3f} s with one); outputs on a device are "
+                f"{needs[1].output_size_in_bytes / needs[0].output_size_in_bytes:.2f} times as large\n"
+            )
+        session.coordination.exchange("over")
+
+
 def copy(megabytes: float) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -222,11 +277,12 @@ def copy(megabytes: float) -> None:
     from meshmend.jax.state import put
     from meshmend.jax.state.layout import StateLayout
     from meshmend.jax.state.memory import HostMemory
-    from meshmend.jax.state.mirror import compile_cut, copy_of, make_parts_fn
+    from meshmend.jax.state.mirror import compile_cut, copy_of
+    from meshmend.jax.state.placement import place
 
     params, loss, _ = model(megabytes)
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    hosts = [0, 0, 1, 1]
+    placement = place(fabric, host_of_chip=[0, 0, 1, 1])
     for update in ("replicated", "two-phase"):
         program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update=update)
         training = mmj.train_step(loss, optax.adam(1e-3), fabric)
@@ -234,16 +290,17 @@ def copy(megabytes: float) -> None:
         state = fabric.jit(training.init)(weights, program)
         layout = StateLayout.of(training, program, params)
         n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
-        needs: Any = compile_cut(layout, weights, state, hosts).memory_analysis()
-        parts = jax.block_until_ready(fabric.jit(make_parts_fn(layout, hosts))(weights, state))
+        cut = compile_cut(layout, weights, state, placement)
+        needs: Any = cut.memory_analysis()
+        parts = jax.block_until_ready(cut(weights, state))
         folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir=os.environ.get("MESHMEND_MEMORY", "/dev/shm")))  # noqa: S108
         memory, wrote, copied = HostMemory(folder / "host-0"), list[float](), list[float]()
-        one = copy_of(parts, layout, hosts, 0, 1, 0, None, "run")
-        of_host = np.concatenate([row.view(np.uint8) for rows in one.parts.values() for row in rows])
+        one = copy_of(parts, layout, placement, 0, 1, 0, None, "run")
+        of_host = np.concatenate([array.view(np.uint8) for data in one.data for array in data])
         into = np.zeros_like(of_host)
         for step in range(8):
             begun = time.perf_counter()
-            memory.write(copy_of(parts, layout, hosts, 0, 1, step, None, "run"))
+            memory.write(copy_of(parts, layout, placement, 0, 1, step, None, "run"))
             wrote.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             np.copyto(into, of_host)
@@ -268,4 +325,4 @@ def memory_mb(name: str, *, anew: bool = False) -> float:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "restore": restore, "copy": copy}[sys.argv[1]](float(sys.argv[2]))
+    {"steps": steps, "restore": restore, "keepers": keepers, "copy": copy}[sys.argv[1]](float(sys.argv[2]))
