@@ -62,7 +62,7 @@ def events(job: NamespacedJob, host: int) -> list[dict[str, Any]]:
 
 
 def worker(job: NamespacedJob, host: int) -> int:
-    return int(os.readlink(job.shared / f"worker-{host}"))
+    return int(str((job.shared / f"worker-{host}").readlink()))
 
 
 def stop(job: NamespacedJob, host: int, how: str) -> float:
