@@ -4,7 +4,8 @@
     meshmend run --local 4x1 --host 1x1 benchmarks/job_size.py restore 400
     python benchmarks/job_size.py copy 400
 
-`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default.
+`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default; what
+copies cost over the first ten steps and from the tenth on, and how many seconds of training a failure costs at most.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
 memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
 what the program that makes copies needs on each device.
@@ -27,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-WARM_UP = {"plain": 10, "no copies": 10, "default": 60}
-"""Steps before those that are timed: until a job knows how often to keep copies, or is compiled and warm."""
-COUNTED = 40
+FIRST = 10
+"""Steps that are timed by themselves: with the first copy, and before a job knows what copies cost."""
+UNDER_WAY = 3
+"""A loop has the next step when all but the last so many are done."""
+COUNTED = 100
+"""Steps after them, of which plain JAX runs fewer."""
 
 
 def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
@@ -89,15 +93,15 @@ def steps(megabytes: float) -> None:
     from meshmend.jax.job import initialize
 
     params, loss, data = model(megabytes)
-    seconds: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
-    chosen: list[str] = []
+    first: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
+    later: dict[str, list[float]] = {name: [] for name in first}
+    copies: dict[str, Any] = {}
     with initialize() as session, tempfile.TemporaryDirectory() as private:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
-        # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
-        order = [*seconds, *reversed(seconds)] if megabytes < 200 else [*seconds]
-        for number, name in enumerate(order):
+        # What changes on the machine is seen by all alike.
+        for number, name in enumerate([*first, *reversed(first)]):
             job: mmj.Job | None = None
-            n_steps = WARM_UP[name] + COUNTED
+            n_steps = FIRST + UNDER_WAY + (COUNTED // 4 if name == "plain" else COUNTED)
             loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
@@ -105,26 +109,37 @@ def steps(megabytes: float) -> None:
                     shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
                 )
                 loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
-            times = []
+            session.coordination.exchange("ready")
+            times = [time.perf_counter()]
             for _ in loop:
                 times.append(time.perf_counter())
-                if len(times) == n_steps:
+                if len(times) > n_steps:
                     break
-            seconds[name].append((times[-1] - times[WARM_UP[name] - 1]) / COUNTED)
+            first[name].append((times[FIRST + UNDER_WAY] - times[0]) / FIRST)
+            later[name].append((times[-1] - times[FIRST + UNDER_WAY]) / (n_steps - FIRST - UNDER_WAY))
             if job is not None and every == "auto":
-                chosen += [str(note["every"]) for note in session.timeline.events if note["event"] == "copies"][-1:]
+                copies = next(note for note in reversed(session.timeline.events) if note["event"] == "copies")
             loop.close()
             del loop, job
             gc.collect()
         if jax.process_index() == 0:
-            mean = {name: statistics.mean(times) for name, times in seconds.items()}
+            mean = {name: statistics.mean(times) for name, times in later.items()}
             where = f"{jax.process_count()} hosts of {jax.local_device_count()} devices"
             sys.stdout.write(
                 f"{megabytes:g} MB of parameters, {where}: a step takes {mean['plain']:.3f} s with pmean; as a job "
                 f"{mean['no copies'] / mean['plain']:.2f} of that without copies, "
-                f"{mean['default'] / mean['plain']:.2f} by default, which is {mean['default'] / mean['no copies']:.3f} "
-                f"of it without copies (every {', '.join(chosen)} steps)\n"
+                f"{mean['default'] / mean['plain']:.2f} by default\n"
+                f"by default, of a job without copies: {ratios(later)} from step {FIRST} on, {ratios(first)} over the "
+                f"first {FIRST} steps; a copy every {copies['every']} steps (devices take {copies.get('cut_s', 0):.3f} "
+                f"s for it, writing {copies.get('write_s', 0):.3f} s), {copies['at_risk_s']:.1f} s at risk\n"
             )
+
+
+def ratios(seconds: dict[str, list[float]]) -> str:
+    """Write what copies cost: the mean of all passes, and each by itself, which shows how much the machine varies."""
+    each = [default / without for default, without in zip(seconds["default"], seconds["no copies"], strict=True)]
+    of_all = sum(seconds["default"]) / sum(seconds["no copies"])
+    return f"{of_all:.3f} ({', '.join(f'{one:.2f}' for one in each)})"
 
 
 def restore(megabytes: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
 
-STEPS, SAMPLES, EVERY_S = 600, 64, 2
+STEPS, SAMPLES, EVERY_S = 300, 64, 2
 SCRIPT = f"""
 import os, time
 import numpy as np, optax
@@ -23,7 +24,7 @@ job = mmj.Job(global_batch=12, memory_every=0, disk_every="{EVERY_S}s", compile_
 x = np.arange({SAMPLES}, dtype=np.float32)[:, None] / {SAMPLES}
 params = {{"w": np.zeros((1, 24), np.float32)}}
 for step in job.train(lambda p, b: ((b @ p["w"]) ** 2).sum(axis=1), optax.adam(0.1), params, x, steps={STEPS}):
-    time.sleep(0.05 * (step.chips == 3) * (step.number % 3 == host))
+    time.sleep(0.1 * (step.chips == 3) * (step.number % 3 == host))
 """
 
 
@@ -43,16 +44,19 @@ def test_all_hosts_begin_a_checkpoint_after_the_same_step_and_resume_from_it(tmp
             assert len(job.running) == 3, log
         job.kill(0)
         assert set(job.wait(240).items()) >= {(1, 0), (2, 0)}, log
-    begun = [[(event["round"], event["step"]) for event in events(host, "checkpoint")] for host in (1, 2)]
-    assert begun[0] == begun[1]
-    assert {number for number, _ in begun[0]} == {1, 2}
-    first_round = [step for number, step in begun[0] if number == 1]
-    dead = [event["step"] for event in events(0, "checkpoint")]
-    assert dead == first_round[: len(dead)]
+
+    def begun(host: int, number: int) -> list[int]:
+        return [event["step"] for event in events(host, "checkpoint") if event["round"] == number]
+
+    first_round = [begun(host, 1) for host in (0, 1, 2)]
+    for steps in first_round:  # the failure may come before a host has noted the last one
+        assert steps in (max(first_round, key=len), max(first_round, key=len)[:-1])
+    assert begun(1, 2) == begun(2, 2)
+    assert begun(1, 2)[-1] == STEPS
     for host in (1, 2):
         (_, start), (source, step) = [(event["source"], event["step"]) for event in events(host, "restore")]
         assert (start, source) == (0, "disk")
-        assert step in first_round
+        assert step in max(first_round, key=len)
     began = [event["at"] for event in events(1, "checkpoint") if event["round"] == 1]
-    assert all(later - earlier > EVERY_S / 2 for earlier, later in zip(began, began[1:], strict=False))
+    assert all(later - earlier > EVERY_S / 2 for earlier, later in pairwise(began))
     assert check_positions(shared, SAMPLES) == STEPS
