@@ -5,7 +5,7 @@
     python benchmarks/job_size.py copy 400
 
 `steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default; what
-copies cost over the first ten steps and from the tenth on, and how many seconds of training a failure costs at most.
+copies cost over the first ten steps and over the hundred after them, and the seconds of training at risk.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
 memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
 what the program that makes copies needs on each device.
@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ FIRST = 10
 UNDER_WAY = 3
 """A loop has the next step when all but the last so many are done."""
 COUNTED = 100
-"""Steps after them, of which plain JAX runs fewer."""
+"""Steps after them, unless there is another number behind the megabytes."""
 
 
 def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
@@ -87,21 +86,25 @@ def plain_steps(params: Any, loss: Any, data: Any, n_steps: int) -> Iterator[Non
 
 def steps(megabytes: float) -> None:
     import jax
+    import numpy as np
     import optax
 
     import meshmend.jax as mmj
     from meshmend.jax.job import initialize
+    from meshmend.jax.state.timetable import NEVER
 
     params, loss, data = model(megabytes)
-    first: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
-    later: dict[str, list[float]] = {name: [] for name in first}
-    copies: dict[str, Any] = {}
+    counted = int(sys.argv[3]) if len(sys.argv) > 3 else COUNTED
+    names = ("plain", "no copies", "default")
+    first: dict[str, list[Any]] = {name: [] for name in names}
+    later: dict[str, list[Any]] = {name: [] for name in names}
+    chosen = ""
     with initialize() as session, tempfile.TemporaryDirectory() as private:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
-        # What changes on the machine is seen by all alike.
-        for number, name in enumerate([*first, *reversed(first)]):
+        # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
+        for number, name in enumerate([*names, *reversed(names)] if megabytes < 200 else names):
             job: mmj.Job | None = None
-            n_steps = FIRST + UNDER_WAY + (COUNTED // 4 if name == "plain" else COUNTED)
+            n_steps = FIRST + UNDER_WAY + counted
             loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
@@ -110,36 +113,43 @@ def steps(megabytes: float) -> None:
                 )
                 loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
             session.coordination.exchange("ready")
-            times = [time.perf_counter()]
+            marks = [(time.perf_counter(), time.process_time())]
             for _ in loop:
-                times.append(time.perf_counter())
-                if len(times) > n_steps:
+                marks.append((time.perf_counter(), time.process_time()))
+                if len(marks) > n_steps:
                     break
-            first[name].append((times[FIRST + UNDER_WAY] - times[0]) / FIRST)
-            later[name].append((times[-1] - times[FIRST + UNDER_WAY]) / (n_steps - FIRST - UNDER_WAY))
-            if job is not None and every == "auto":
-                copies = next(note for note in reversed(session.timeline.events) if note["event"] == "copies")
+            begin, tenth, end = np.array([marks[0], marks[FIRST + UNDER_WAY], marks[-1]])
+            first[name].append((tenth - begin) / FIRST)
+            later[name].append((end - tenth) / counted)
+            if name == "default":
+                assert job is not None and job._run is not None and job._run._keeper is not None  # noqa: S101, PT018
+                table = job._run._keeper._table
+                n_kept = sum(note["event"] == "kept" for note in session.timeline.events)
+                cut_s, write_s = table.cost or (0.0, 0.0)
+                chosen = f"{n_kept} copies in all, each {cut_s:.2f} s on devices and {write_s:.2f} s of writing; "
+                chosen += (
+                    f"at most {table.at_risk_s:.1f} s of training at risk" if table.every < NEVER else "too few to say"
+                )
             loop.close()
             del loop, job
             gc.collect()
         if jax.process_index() == 0:
-            mean = {name: statistics.mean(times) for name, times in later.items()}
+            mean = {name: np.mean(seconds, axis=0)[0] for name, seconds in later.items()}
             where = f"{jax.process_count()} hosts of {jax.local_device_count()} devices"
             sys.stdout.write(
                 f"{megabytes:g} MB of parameters, {where}: a step takes {mean['plain']:.3f} s with pmean; as a job "
                 f"{mean['no copies'] / mean['plain']:.2f} of that without copies, "
                 f"{mean['default'] / mean['plain']:.2f} by default\n"
-                f"by default, of a job without copies: {ratios(later)} from step {FIRST} on, {ratios(first)} over the "
-                f"first {FIRST} steps; a copy every {copies['every']} steps (devices take {copies.get('cut_s', 0):.3f} "
-                f"s for it, writing {copies.get('write_s', 0):.3f} s), {copies['at_risk_s']:.1f} s at risk\n"
+                f"by default, of a job without copies: {ratios(first)} over the first {FIRST} steps, {ratios(later)} "
+                f"over the {counted} after them; {chosen}\n"
             )
 
 
-def ratios(seconds: dict[str, list[float]]) -> str:
-    """Write what copies cost: the mean of all passes, and each by itself, which shows how much the machine varies."""
-    each = [default / without for default, without in zip(seconds["default"], seconds["no copies"], strict=True)]
-    of_all = sum(seconds["default"]) / sum(seconds["no copies"])
-    return f"{of_all:.3f} ({', '.join(f'{one:.2f}' for one in each)})"
+def ratios(seconds: dict[str, list[Any]]) -> str:
+    """Write what copies cost: in each pass, which shows how much the machine varies, and in process 0's CPU time."""
+    passes = [default / without for default, without in zip(seconds["default"], seconds["no copies"], strict=True)]
+    wall, cpu = sum(seconds["default"]) / sum(seconds["no copies"])
+    return f"{wall:.3f} (passes: {', '.join(f'{one[0]:.2f}' for one in passes)}; CPU time {cpu:.2f})"
 
 
 def restore(megabytes: float) -> None:

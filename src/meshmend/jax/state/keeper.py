@@ -177,6 +177,7 @@ class Keeper:
             disk_every=0 if self.checkpoints is None else self.disk_every,
             leads=self.session.launch.process == 0,
             shares_cores=self.layout.fabric.platform == "cpu",
+            copy_bytes=0 if found.source != "start" else self.layout.n_bytes_of_host(self.session.launch.n_processes),
         )
         self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
         if self.memory_every:
