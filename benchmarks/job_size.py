@@ -5,7 +5,8 @@
     meshmend run --local 4x1 --host 1x1 benchmarks/job_size.py keepers 100
     python benchmarks/job_size.py copy 400
 
-`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default.
+`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default; what
+copies cost over the first ten steps and over the hundred after them, and the seconds of training at risk.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
 memory than for its state a host needs meanwhile. `keepers`: what it costs that two other hosts keep a device's shards,
 and not one: in the devices' time and the writer's. `copy`: writing a copy against copying as many bytes in memory, and
@@ -19,7 +20,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-WARM_UP = {"plain": 10, "no copies": 10, "default": 60}
-"""Steps before those that are timed: until a job knows how often to keep copies, or is compiled and warm."""
-COUNTED = 40
+FIRST = 10
+"""Steps that are timed by themselves: with the first copy, and before a job knows what copies cost."""
+UNDER_WAY = 3
+"""A loop has the next step when all but the last so many are done."""
+COUNTED = 100
+"""Steps after them, unless there is another number behind the megabytes."""
 
 
 def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
@@ -85,21 +88,25 @@ def plain_steps(params: Any, loss: Any, data: Any, n_steps: int) -> Iterator[Non
 
 def steps(megabytes: float) -> None:
     import jax
+    import numpy as np
     import optax
 
     import meshmend.jax as mmj
     from meshmend.jax.job import initialize
+    from meshmend.jax.state.timetable import NEVER
 
     params, loss, data = model(megabytes)
-    seconds: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
-    chosen: list[str] = []
+    counted = int(sys.argv[3]) if len(sys.argv) > 3 else COUNTED
+    names = ("plain", "no copies", "default")
+    first: dict[str, list[Any]] = {name: [] for name in names}
+    later: dict[str, list[Any]] = {name: [] for name in names}
+    chosen = ""
     with initialize() as session, tempfile.TemporaryDirectory() as private:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
         # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
-        order = [*seconds, *reversed(seconds)] if megabytes < 200 else [*seconds]
-        for number, name in enumerate(order):
+        for number, name in enumerate([*names, *reversed(names)] if megabytes < 200 else names):
             job: mmj.Job | None = None
-            n_steps = WARM_UP[name] + COUNTED
+            n_steps = FIRST + UNDER_WAY + counted
             loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
@@ -107,26 +114,44 @@ def steps(megabytes: float) -> None:
                     shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
                 )
                 loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
-            times = []
+            session.coordination.exchange("ready")
+            marks = [(time.perf_counter(), time.process_time())]
             for _ in loop:
-                times.append(time.perf_counter())
-                if len(times) == n_steps:
+                marks.append((time.perf_counter(), time.process_time()))
+                if len(marks) > n_steps:
                     break
-            seconds[name].append((times[-1] - times[WARM_UP[name] - 1]) / COUNTED)
-            if job is not None and every == "auto":
-                chosen += [str(note["every"]) for note in session.timeline.events if note["event"] == "copies"][-1:]
+            begin, tenth, end = np.array([marks[0], marks[FIRST + UNDER_WAY], marks[-1]])
+            first[name].append((tenth - begin) / FIRST)
+            later[name].append((end - tenth) / counted)
+            if name == "default":
+                assert job is not None and job._run is not None and job._run._keeper is not None  # noqa: S101, PT018
+                table = job._run._keeper._table
+                n_kept = sum(note["event"] == "kept" for note in session.timeline.events)
+                cut_s, write_s = table.cost or (0.0, 0.0)
+                chosen = f"{n_kept} copies in all, each {cut_s:.2f} s on devices and {write_s:.2f} s of writing; "
+                chosen += (
+                    f"at most {table.at_risk_s:.1f} s of training at risk" if table.every < NEVER else "too few to say"
+                )
             loop.close()
             del loop, job
             gc.collect()
         if jax.process_index() == 0:
-            mean = {name: statistics.mean(times) for name, times in seconds.items()}
+            mean = {name: np.mean(seconds, axis=0)[0] for name, seconds in later.items()}
             where = f"{jax.process_count()} hosts of {jax.local_device_count()} devices"
             sys.stdout.write(
                 f"{megabytes:g} MB of parameters, {where}: a step takes {mean['plain']:.3f} s with pmean; as a job "
                 f"{mean['no copies'] / mean['plain']:.2f} of that without copies, "
-                f"{mean['default'] / mean['plain']:.2f} by default, which is {mean['default'] / mean['no copies']:.3f} "
-                f"of it without copies (every {', '.join(chosen)} steps)\n"
+                f"{mean['default'] / mean['plain']:.2f} by default\n"
+                f"by default, of a job without copies: {ratios(first)} over the first {FIRST} steps, {ratios(later)} "
+                f"over the {counted} after them; {chosen}\n"
             )
+
+
+def ratios(seconds: dict[str, list[Any]]) -> str:
+    """Write what copies cost: in each pass, which shows how much the machine varies, and in process 0's CPU time."""
+    passes = [default / without for default, without in zip(seconds["default"], seconds["no copies"], strict=True)]
+    wall, cpu = sum(seconds["default"]) / sum(seconds["no copies"])
+    return f"{wall:.3f} (passes: {', '.join(f'{one[0]:.2f}' for one in passes)}; CPU time {cpu:.2f})"
 
 
 def restore(megabytes: float) -> None:

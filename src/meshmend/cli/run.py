@@ -19,9 +19,9 @@ import typer
 from meshmend.cli.common import TERMINATED, exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
-from meshmend.cli.quarantine import parse_duration
 from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
+from meshmend.cost.units import parse_seconds
 from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.files import locked
@@ -159,7 +159,7 @@ def command(
             warm=not cold,
             domain=domain,
             start_over=start_over,
-            state_wait_s=parse_duration(state_wait or (STATE_WAIT if local is None else "0s")),
+            state_wait_s=parse_seconds(state_wait or (STATE_WAIT if local is None else "0s")),
         )
         metrics = check_metrics(metrics, shared)
         if local is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshmend.cost.units import parse_seconds
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.checks.lag import HostClock
@@ -60,7 +61,7 @@ class RecoveryOptions:
     shared: SharedFolder
     planner: str | Planner
     memory_every: int | str
-    disk_every: int
+    disk_every: int | str
     compile_ahead: bool
     checks: Checks | None = None
     disk: str | Path = ""
@@ -71,11 +72,13 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         for name in ("memory_every", "disk_every"):
             value = getattr(self, name)
-            if name == "memory_every" and value == "auto":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                auto = ', or "auto"' if name == "memory_every" else ""
-                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never{auto}.")
+            if isinstance(value, str):
+                is_valid = value == "auto" if name == "memory_every" else parse_seconds(value) > 0
+            else:
+                is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not is_valid:
+                words = '"auto"' if name == "memory_every" else 'a time as in "10min"'
+                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never, or {words}.")
 
 
 class TrainingRun:
@@ -126,7 +129,7 @@ class TrainingRun:
             layout,
             memory_every=options.memory_every,
             disk=options.disk if options.disk_every else None,
-            disk_every=options.disk_every or 1,
+            disk_every=options.disk_every,
             start_from=options.start_from,
             # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
             untrusted=untrusted if untrusted or options.checks is not None else None,

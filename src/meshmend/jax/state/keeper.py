@@ -62,7 +62,8 @@ class Keeper:
       and host in MESHMEND_MEMORY, or in /dev/shm. So failures of hosts lose only the steps since. "auto" measures what
       copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, never waited for.
       A number of steps is a promise: where copies take longer, training waits for them.
-    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
+    - **On disk**, every `disk_every` if `disk` names a folder: a time as in "10min", of which the first checkpoint
+      comes a minute after each start, or a number of steps. Orbax checkpoints, asynchronous. For
       failures that memory does not cover: more hosts at once than the job says at its start. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
       waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
@@ -85,7 +86,7 @@ class Keeper:
         memory: str | Path | None = None,
         memory_every: int | str = 1,
         disk: str | Path | None = None,
-        disk_every: int = 100,
+        disk_every: int | str = "10min",
         disk_timeout_s: float = 30.0,
         start_from: str | Path | None = None,
         untrusted: Sequence[tuple[int, int]] | None = None,
@@ -113,7 +114,7 @@ class Keeper:
         self._trust = Trust.of(self._untrusted)
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
-        self._table = Timetable(0)
+        self._table = Timetable(0, disk_every=disk_every)
         self._ballot: Ballot | None = None
         self._placement = place(layout.fabric)
         self._noted_interval = 0
@@ -179,9 +180,17 @@ class Keeper:
             facts |= {"source": found.source, "step": found.step}
             if self.checkpoints is not None:
                 facts["saved"] = self.checkpoints.saved_step
+        self._table = Timetable(
+            self.memory_every,
+            found.step,
+            disk_every=0 if self.checkpoints is None else self.disk_every,
+            leads=self.session.launch.process == 0,
+            shares_cores=self.layout.fabric.platform == "cpu",
+            copy_bytes=0 if found.source != "start" else self.layout.n_bytes_of_host(self.session.launch.n_processes),
+        )
+        self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
         if self.memory_every:
             with self.session.timeline.timed("compile"):
-                self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
                 self._mirror = Mirror(
                     self.layout,
                     self.memory,
@@ -193,12 +202,6 @@ class Keeper:
                     placement=self._placement,
                 )
                 self._mirror.compile(found.params, found.state)
-            self._table = Timetable(
-                self.memory_every,
-                found.step,
-                leads=self.session.launch.process == 0,
-                shares_cores=self.layout.fabric.platform == "cpu",
-            )
             if self._verified > 0:
                 self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
@@ -250,8 +253,9 @@ class Keeper:
             self._tell_interval(step)
         elif self._ballot is not None and table.vote_due(step):
             table.voted(step, self._ballot(table.wishes()))
-        if self.checkpoints is not None and (save or step % self.disk_every == 0):
+        if self.checkpoints is not None and (save or table.save_due(step)):
             self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
+            table.saved(step)
 
     def keep_last(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
         """Keep the state in memory, if that was not done: for a loop that was left, on all processes alike."""
