@@ -87,6 +87,8 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jax.md", "bash", "lab/tests/jax_programs/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
         ("torch.md", "python", "tests/torch_engine/test_failures.py"),
+        ("torch.md", "bash", "tests/torch_engine/test_torchrun.py"),
+        ("torch.md", "diff", "tests/torch_engine/test_torchrun.py"),
     }
     for _, _, test in by:
         assert (ROOT / test).is_file(), test

@@ -100,6 +100,7 @@ def test_what_the_job_prints_is_what_the_launcher_says() -> None:
         r"meshmend │ 4x6 in hosts of 2x2: 6 hosts on this machine, files in \S+/shared",
         r"meshmend │ round 1: hosts 0, 1, 2, 3, 4, 5 start",
         r"(meshmend │ round 1: .* …\n)*meshmend │ round 1: step 1 is done on 24 chips, [\d.]+ s after the start \(.*\)",
+        r"meshmend │ copies in memory survive the failure of any 5 of 6 hosts at once: each keeps the whole state",
         r"host 0 │ 20 2\.\d+ 24",
         r"host 0 │ 40 2\.\d+ 24",
         r"meshmend │ host 1 is killed after step 4\d, its memory is lost",

@@ -117,9 +117,9 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     from meshmend.jax.compiling import compile_train_step
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
-    from meshmend.jax.managed.run import CHECKED_COPIES, copies_bytes
     from meshmend.jax.program import abstract_program
     from meshmend.jax.state.memory import KEPT
+    from meshmend.jax.state.redundancy import CHECKED_COPIES, copy_bytes, least_blocks
 
     seconds = time_compiling()
     fabric = slice_fabric(machine, failed=[options.hole or HOLES[machine]])
@@ -137,6 +137,7 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     batch = mmj.Feed(examples, mmj.KeepPerChip(options.batch)).like(fabric)
     compiled = compile_train_step(model.training(fabric), program, model.like(fabric, program), batch)
     n_hosts = len({device.process_index for device in fabric.jax_mesh.devices.flat})
+    of_host = sum(copy_bytes(compiled.layout, least_blocks(compiled.layout)))
     programs = {}
     for name, one in compiled.executables.items():
         memory = one.memory_analysis()
@@ -155,9 +156,9 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
         "planner": planned.schedules[0].planner,
         "parameters": count_params(options),
         "programs": programs,
-        "state_bytes": copies_bytes(compiled.layout, 1, 1),
-        "copies_bytes": copies_bytes(compiled.layout, n_hosts, KEPT),
-        "checked_copies_bytes": copies_bytes(compiled.layout, n_hosts, CHECKED_COPIES),
+        "state_bytes": sum(size * np.dtype(dtype).itemsize for dtype, size in compiled.layout.outline.vectors.values()),
+        "copies_bytes": KEPT * of_host,
+        "checked_copies_bytes": CHECKED_COPIES * of_host,
     }
 
 
@@ -188,8 +189,8 @@ def print_job(facts: dict[str, Any]) -> None:
 
 def print_hosts(found: list[dict[str, Any]]) -> None:
     """Print what copies of the state take in the memory of a host, by arithmetic."""
-    from meshmend.jax.managed.run import CHECKED_COPIES
     from meshmend.jax.state.memory import KEPT
+    from meshmend.jax.state.redundancy import CHECKED_COPIES
 
     heads = f"{'hosts':>8}{'state':>11}{f'{KEPT} copies':>11}{f'{CHECKED_COPIES} with checks':>16}"
     print(f"\nGB of RAM per host for copies of the state\n{'machine':10} {'update':10} {heads}")

@@ -43,7 +43,7 @@ def measure(shape: str, hole: str, width: int, layers: int, rows: int, every: in
     from meshmend.jax.managed.model import Model
     from meshmend.jax.state import put
 
-    fabric = mmj.discover(shape=shape, failed=[hole])
+    fabric = mmj.discover(shape=shape, failed=[hole] if hole else [])
     rng = np.random.default_rng(0)
     params: Any = [rng.normal(size=(width, width)).astype(np.float32) / width**0.5 for _ in range(layers)]
     model = Model(loss, optax.sgd(1e-3), params)

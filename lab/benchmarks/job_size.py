@@ -2,11 +2,14 @@
 
     meshmend run --local 2x2 --host 1x2 lab/benchmarks/job_size.py steps 100    # megabytes of parameters, with Adam
     meshmend run --local 4x1 --host 1x1 lab/benchmarks/job_size.py restore 400
+    meshmend run --local 4x1 --host 1x1 lab/benchmarks/job_size.py keepers 100
     python lab/benchmarks/job_size.py copy 400
 
-`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default.
+`steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default; what
+copies cost over the first ten steps and over the hundred after them, and the seconds of training at risk.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
-memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
+memory than for its state a host needs meanwhile. `keepers`: what it costs that two other hosts keep a device's shards,
+and not one: in the devices' time and the writer's. `copy`: writing a copy against copying as many bytes in memory, and
 what the program that makes copies needs on each device.
 """
 
@@ -27,9 +30,12 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-WARM_UP = {"plain": 10, "no copies": 10, "default": 60}
-"""Steps before those that are timed: until a job knows how often to keep copies, or is compiled and warm."""
-COUNTED = 40
+FIRST = 10
+"""Steps that are timed by themselves: with the first copy, and before a job knows what copies cost."""
+UNDER_WAY = 3
+"""A loop has the next step when all but the last so many are done."""
+COUNTED = 100
+"""Steps after them, unless there is another number behind the megabytes."""
 
 
 def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
@@ -83,21 +89,25 @@ def plain_steps(params: Any, loss: Any, data: Any, n_steps: int) -> Iterator[Non
 
 def steps(megabytes: float) -> None:
     import jax
+    import numpy as np
     import optax
 
     import meshmend.jax as mmj
     from meshmend.jax.job import initialize
+    from meshmend.jax.state.timetable import NEVER
 
     params, loss, data = model(megabytes)
-    seconds: dict[str, list[float]] = {"plain": [], "no copies": [], "default": []}
-    chosen: list[str] = []
+    counted = int(sys.argv[3]) if len(sys.argv) > 3 else COUNTED
+    names = ("plain", "no copies", "default")
+    first: dict[str, list[Any]] = {name: [] for name in names}
+    later: dict[str, list[Any]] = {name: [] for name in names}
+    chosen = ""
     with initialize() as session, tempfile.TemporaryDirectory() as private:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
         # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
-        order = [*seconds, *reversed(seconds)] if megabytes < 200 else [*seconds]
-        for number, name in enumerate(order):
+        for number, name in enumerate([*names, *reversed(names)] if megabytes < 200 else names):
             job: mmj.Job | None = None
-            n_steps = WARM_UP[name] + COUNTED
+            n_steps = FIRST + UNDER_WAY + counted
             loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
@@ -105,26 +115,44 @@ def steps(megabytes: float) -> None:
                     shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
                 )
                 loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
-            times = []
+            session.coordination.exchange("ready")
+            marks = [(time.perf_counter(), time.process_time())]
             for _ in loop:
-                times.append(time.perf_counter())
-                if len(times) == n_steps:
+                marks.append((time.perf_counter(), time.process_time()))
+                if len(marks) > n_steps:
                     break
-            seconds[name].append((times[-1] - times[WARM_UP[name] - 1]) / COUNTED)
-            if job is not None and every == "auto":
-                chosen += [str(note["every"]) for note in session.timeline.events if note["event"] == "copies"][-1:]
+            begin, tenth, end = np.array([marks[0], marks[FIRST + UNDER_WAY], marks[-1]])
+            first[name].append((tenth - begin) / FIRST)
+            later[name].append((end - tenth) / counted)
+            if name == "default":
+                assert job is not None and job._run is not None and job._run._keeper is not None  # noqa: S101, PT018
+                table = job._run._keeper._table
+                n_kept = sum(note["event"] == "kept" for note in session.timeline.events)
+                cut_s, write_s = table.cost or (0.0, 0.0)
+                chosen = f"{n_kept} copies in all, each {cut_s:.2f} s on devices and {write_s:.2f} s of writing; "
+                chosen += (
+                    f"at most {table.at_risk_s:.1f} s of training at risk" if table.every < NEVER else "too few to say"
+                )
             loop.close()
             del loop, job
             gc.collect()
         if jax.process_index() == 0:
-            mean = {name: statistics.mean(times) for name, times in seconds.items()}
+            mean = {name: np.mean(seconds, axis=0)[0] for name, seconds in later.items()}
             where = f"{jax.process_count()} hosts of {jax.local_device_count()} devices"
             sys.stdout.write(
                 f"{megabytes:g} MB of parameters, {where}: a step takes {mean['plain']:.3f} s with pmean; as a job "
                 f"{mean['no copies'] / mean['plain']:.2f} of that without copies, "
-                f"{mean['default'] / mean['plain']:.2f} by default, which is {mean['default'] / mean['no copies']:.3f} "
-                f"of it without copies (every {', '.join(chosen)} steps)\n"
+                f"{mean['default'] / mean['plain']:.2f} by default\n"
+                f"by default, of a job without copies: {ratios(first)} over the first {FIRST} steps, {ratios(later)} "
+                f"over the {counted} after them; {chosen}\n"
             )
+
+
+def ratios(seconds: dict[str, list[Any]]) -> str:
+    """Write what copies cost: in each pass, which shows how much the machine varies, and in process 0's CPU time."""
+    passes = [default / without for default, without in zip(seconds["default"], seconds["no copies"], strict=True)]
+    wall, cpu = sum(seconds["default"]) / sum(seconds["no copies"])
+    return f"{wall:.3f} (passes: {', '.join(f'{one[0]:.2f}' for one in passes)}; CPU time {cpu:.2f})"
 
 
 def restore(megabytes: float) -> None:
@@ -140,6 +168,7 @@ def restore(megabytes: float) -> None:
     from meshmend.jax.state.gather import compile_gather
     from meshmend.jax.state.layout import StateLayout
     from meshmend.jax.state.mirror import compile_cut
+    from meshmend.jax.state.placement import place
 
     params, loss, _ = model(megabytes)
     with initialize() as session:
@@ -165,7 +194,7 @@ def restore(megabytes: float) -> None:
                 memory = Path("/dev/shm") / folder.name / f"{update}-{me}"  # noqa: S108
             both: Any = {"memory": memory, "disk": folder / update, "disk_timeout_s": 300.0}
             state = begin()
-            layout.programs.update(cut=compile_cut(layout, *state), gather=compile_gather(layout))
+            layout.programs.update(cut=compile_cut(layout, *state, place(fabric)), gather=compile_gather(layout))
             kept = Keeper(session, layout, **both, memory_every=1, disk_every=1)
             kept.restore(*state)
             kept.keep(1, *state, save=True)
@@ -210,6 +239,58 @@ def restore(megabytes: float) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def keepers(megabytes: float) -> None:
+    import jax
+    import optax
+
+    import meshmend as mm
+    import meshmend.jax as mmj
+    from meshmend.jax.job import initialize
+    from meshmend.jax.state import put
+    from meshmend.jax.state.layout import StateLayout
+    from meshmend.jax.state.memory import HostMemory
+    from meshmend.jax.state.mirror import compile_cut, copy_of
+    from meshmend.jax.state.placement import place
+
+    params, loss, _ = model(megabytes)
+    with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        fabric, me = session.fabric, jax.process_index()
+        program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update="two-phase")
+        training = mmj.train_step(loss, optax.adam(1e-3), fabric)
+        layout = StateLayout.of(training, program, params)
+        weights = put(params, fabric)
+        state = fabric.jit(training.init)(weights, program)
+        placements = {number: place(fabric, n_keepers=number) for number in (1, 2)}
+        cuts = {number: compile_cut(layout, weights, state, one) for number, one in placements.items()}
+        cut_s: dict[int, list[float]] = {number: [] for number in cuts}
+        write_s: dict[int, list[float]] = {number: [] for number in cuts}
+        n_bytes = dict.fromkeys(cuts, 0)
+        for step in range(8):
+            for number, cut in cuts.items():
+                session.coordination.exchange("ready")
+                begun = time.perf_counter()
+                parts = jax.block_until_ready(cut(weights, state))
+                cut_s[number].append(time.perf_counter() - begun)
+                one = copy_of(parts, layout, placements[number], me, 1, step, None, "run")
+                begun = time.perf_counter()
+                n_bytes[number] = HostMemory(Path(folder) / str(number)).write(one)
+                write_s[number].append(time.perf_counter() - begun)
+        if me == 0:
+            cut_ratio, write_ratio = (
+                statistics.median(b / a for a, b in zip(seconds[1], seconds[2], strict=True))
+                for seconds in (cut_s, write_s)
+            )
+            needs: list[Any] = [cut.memory_analysis() for cut in cuts.values()]
+            sys.stdout.write(
+                f"{jax.process_count()} hosts of {jax.local_device_count()} devices, {n_bytes[1] / 1e6:.0f} MB of a "
+                f"host's copy with one keeper: with two it is {n_bytes[2] / n_bytes[1]:.2f} times as large, cut in "
+                f"{cut_ratio:.2f} and written in {write_ratio:.2f} times as long ({statistics.median(cut_s[1]):.3f} "
+                f"and {statistics.median(write_s[1]):.3f} s with one); outputs on a device are "
+                f"{needs[1].output_size_in_bytes / needs[0].output_size_in_bytes:.2f} times as large\n"
+            )
+        session.coordination.exchange("over")
+
+
 def copy(megabytes: float) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -222,11 +303,12 @@ def copy(megabytes: float) -> None:
     from meshmend.jax.state import put
     from meshmend.jax.state.layout import StateLayout
     from meshmend.jax.state.memory import HostMemory
-    from meshmend.jax.state.mirror import compile_cut, copy_of, make_parts_fn
+    from meshmend.jax.state.mirror import compile_cut, copy_of
+    from meshmend.jax.state.placement import place
 
     params, loss, _ = model(megabytes)
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    hosts = [0, 0, 1, 1]
+    placement = place(fabric, host_of_chip=[0, 0, 1, 1])
     for update in ("replicated", "two-phase"):
         program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update=update)
         training = mmj.train_step(loss, optax.adam(1e-3), fabric)
@@ -234,16 +316,17 @@ def copy(megabytes: float) -> None:
         state = fabric.jit(training.init)(weights, program)
         layout = StateLayout.of(training, program, params)
         n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
-        needs: Any = compile_cut(layout, weights, state, hosts).memory_analysis()
-        parts = jax.block_until_ready(fabric.jit(make_parts_fn(layout, hosts))(weights, state))
+        cut = compile_cut(layout, weights, state, placement)
+        needs: Any = cut.memory_analysis()
+        parts = jax.block_until_ready(cut(weights, state))
         folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir=os.environ.get("MESHMEND_MEMORY", "/dev/shm")))  # noqa: S108
         memory, wrote, copied = HostMemory(folder / "host-0"), list[float](), list[float]()
-        one = copy_of(parts, layout, hosts, 0, 1, 0, None, "run")
-        of_host = np.concatenate([row.view(np.uint8) for rows in one.parts.values() for row in rows])
+        one = copy_of(parts, layout, placement, 0, 1, 0, None, "run")
+        of_host = np.concatenate([array.view(np.uint8) for data in one.data for array in data])
         into = np.zeros_like(of_host)
         for step in range(8):
             begun = time.perf_counter()
-            memory.write(copy_of(parts, layout, hosts, 0, 1, step, None, "run"))
+            memory.write(copy_of(parts, layout, placement, 0, 1, step, None, "run"))
             wrote.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             np.copyto(into, of_host)
@@ -268,4 +351,4 @@ def memory_mb(name: str, *, anew: bool = False) -> float:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "restore": restore, "copy": copy}[sys.argv[1]](float(sys.argv[2]))
+    {"steps": steps, "restore": restore, "keepers": keepers, "copy": copy}[sys.argv[1]](float(sys.argv[2]))

@@ -68,11 +68,10 @@ def test_a_described_machine_brings_its_hardware_and_its_slow_cables(tmp_path: P
     path.write_text(f"meshmend: 1\nshape: 4x4\nhardware: tpu-v6e\nfailed: ['0,3']\nrates: {json.dumps(rates)}")
     words = ["availability", "--machine", path, "--payload", "100MB", *QUICK]
     found = commandline.run_json(*words)
-    # A failed chip's own cables are as fast as others once it is repaired.
-    machine = Mesh("4x4", cable_rates={cable: rate for cable, rate in rates.items() if cable != "0,2-0,3"})
+    machine = Mesh("4x4", cable_rates=rates)  # a slow cable of a failed chip stays slow once the chip is repaired
     seconds = predict(plan(machine, payload_bytes=1e8, hardware="tpu-v6e-xla"), 1e8, "tpu-v6e-xla").seconds
     assert found["assumptions"]["hardware"]["name"] == "tpu-v6e-xla"
-    assert len(found["cable_rates"]) == 11
+    assert found["cable_rates"] == rates
     assert found["all_reduce_seconds"] == pytest.approx(seconds, rel=0.05)
     other = commandline.run_json(*words, "--hardware", "tpu-v6e")
     assert other["assumptions"]["hardware"]["name"] == "tpu-v6e"

@@ -136,7 +136,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("quarantine list", "damaged", ["damaged list"], "quarantine.json is damaged: it is not JSON"),
     ("quarantine add", "no folder", ["nowhere", "2,3"], "There is no folder nowhere"),
     ("quarantine add", "bad suspect", [".", "2;3"], "'2;3' is no suspect. Write a chip as 2,3"),
-    ("quarantine add", "bad time", [".", "2,3", "--for", "soon"], "'soon' is not a length of time"),
+    ("quarantine add", "bad time", [".", "2,3", "--for", "soon"], "'soon' is not a time"),
     ("quarantine add", "no time", [".", "2,3", "--for", "0s"], "expected more than 0 s"),
     ("quarantine add", "damaged", ["damaged list", "2,3"], "Repair it, or move it away"),
     ("quarantine clear", "not there", [".", "2,3"], "2,3 is not in quarantine. quarantine.json lists: nothing"),

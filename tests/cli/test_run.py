@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from meshmend.cli import app
 from meshmend.cli.run import Kill, parse_kill
 from meshmend.cli.screen import SAME_S, Screen
+from meshmend.launch.environment import find_domain
 from meshmend.launch.timeline import Timeline, timeline_of
 from meshmend.launch.watching import Watch
 
@@ -75,6 +76,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ),
     ("run", "no hosts", ["--host-index", "0", "--store", "a:1", "file"], "How many hosts?"),
     ("run", "bad hosts", ["--hosts", "8:5", "--host-index", "0", "--store", "a", "file"], "the least and the most"),
+    (
+        "run",
+        "too few domains",
+        ["--local", "4x4", "--host", "2x2", "--domain", "a,b", "file"],
+        "--domain is 'a,b', expected a name for each of the 4 hosts, as in a,a,b,b.",
+    ),
     ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR, too"),
     ("run", "bad metrics", ["--local", "4x4", "--shared", "s", "--metrics", "a:b", "file"], "--metrics is 'a:b'"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
@@ -268,6 +275,35 @@ def test_steps_that_are_done_again_are_told_with_the_reason(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"meshmend │ round 2: step {resumed + 1} is done")
     assert lines[1:] == ([f"meshmend │ round 2: {said}"] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "found"),
+    [
+        ("rack 7", {"MESHMEND_DOMAIN": "rack 8", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "rack 7"),
+        (None, {"MESHMEND_DOMAIN": "rack 8", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "rack 8"),
+        (None, {"MESHMEND_DOMAIN": "", "SLURM_TOPOLOGY_ADDR": "row1.rack9.node3"}, "row1.rack9"),
+        (None, {"SLURM_TOPOLOGY_ADDR": "node3"}, ""),  # Slurm knows no topology
+        (None, {}, ""),
+    ],
+)
+def test_a_failure_domain_is_given_or_the_launchers(given: str | None, environment: dict[str, str], found: str) -> None:
+    assert find_domain(given, environment) == found
+
+
+def test_a_start_says_once_what_copies_survive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline, watch, screen = Timeline(timeline_of(tmp_path, 0), round=1), Watch(tmp_path), Screen(1)
+    for number in (1, 2):
+        timeline.facts["round"] = number
+        timeline.note("process", seconds=0.0)
+        timeline.note(
+            "restore", seconds=0.0, step=0, source="start", survives="the failure of any 5 of 6 hosts at once"
+        )
+        timeline.note("step", step=1)
+        watch.read()
+        screen.look(watch, 0.0)
+    told = [line for line in capsys.readouterr().out.splitlines() if "survive" in line]
+    assert told == ["meshmend │ copies in memory survive the failure of any 5 of 6 hosts at once"]
 
 
 def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.CaptureFixture[str]) -> None:

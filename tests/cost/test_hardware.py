@@ -85,7 +85,7 @@ def test_payloads(text: str, value: float) -> None:
 
 NO_PAYLOADS = ["", "MB", "-1MB", "1XB", "nan", "1 MB MB", "1e999B", "1e308GB", "1.2.3MB", "1,5MB", "١MB"]
 NO_RATES = ["40", "40m", "1gb", "1b", "fast", "1GBPS", "1Gib/s", "82GB/s/s", "1iB/s", "1e308GB/s", "1.2.3Gb/s"]
-NO_TIMES = ["1.2.3µs", "...µs", "-5us", "1e400s", "", "us", "5ks"]
+NO_TIMES = ["1.2.3µs", "...µs", "-5us", "1e400s", "", "us", "5ks", "10m", "1e307d"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,8 @@ def test_rates(text: str, value: float) -> None:
 def test_times() -> None:
     assert parse_seconds("5us") == parse_seconds("5µs") == 5e-6
     assert parse_seconds("1.5ms") == 1.5e-3
+    assert (parse_seconds("10min"), parse_seconds("1.5 h"), parse_seconds("7d")) == (600, 5400, 604_800)
+    assert parse_seconds("0") == parse_seconds("0min") == 0
     assert parse_seconds("1e3μs") == parse_seconds("1.µs") * 1e3 == 1e-3
     with pytest.raises(ParameterError, match="Write it with its unit"):
         parse_seconds("5")

@@ -50,6 +50,7 @@ def compile_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     from jax.experimental.compilation_cache import compilation_cache
 
     options = {
+        "jax_enable_compilation_cache": True,  # jobs with a key switch it off
         "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),  # of this process alone
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -20,7 +20,7 @@ from meshmend.jax.job.session import Session
 from meshmend.jax.state import Keeper, Resumed, put
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.memory import Copy, PartReader
-from meshmend.jax.state.outline import SLICES, Outline, dtype_named
+from meshmend.jax.state.outline import Outline, dtype_named
 from meshmend.jax.state.saving import copy_to_host
 from meshmend.jax.state.sources import Source
 from meshmend.launch import Launch
@@ -137,26 +137,30 @@ def empty(outline: Outline) -> Vectors:
 
 def collect(copy: Copy, source: Source, process: int, into: Vectors) -> None:
     """Put the slices that a process is to provide from its copy where they belong."""
-    for i, device in enumerate(copy.devices):
-        part = b"".join(rows[i].tobytes() for rows in copy.parts.values())
-        for which, (low, high) in enumerate(copy.outline.slices):
-            for name, first, at, length in copy.outline.byte_runs(device):
+    for part, data in zip(copy.parts, copy.data, strict=True):
+        content = b"".join(array.tobytes() for array in data)
+        for which, (low, high) in enumerate(copy.outline.slices(part)):
+            for name, first, at, length in copy.outline.byte_runs(part):
                 begin, end = max(low, at), min(high, at + length)
-                if begin < end and source.providers[device, which] == process:
+                if begin < end and source.providers[part, which] == process:
                     where = slice(first + begin - at, first + end - at)
-                    into[name].view(np.uint8)[where] = np.frombuffer(part[begin:end], np.uint8)
+                    into[name].view(np.uint8)[where] = np.frombuffer(content[begin:end], np.uint8)
 
 
 def with_parts(copy: Copy) -> Copy:
     """A copy of which only the header was read, with its parts: they must be as they were written."""
-    rows: dict[str, list[NDArray[Any]]] = {dtype: [] for dtype in copy.outline.dtypes}
+    data: list[list[NDArray[Any]]] = []
     with PartReader(copy) as reader:
-        for device in copy.devices:
-            data, at = b"".join(block for which in range(SLICES) for _, block in reader.blocks(device, which)), 0
+        for part in copy.parts:
+            slices = range(len(copy.outline.slices(part)))
+            content, at = b"".join(block for which in slices for _, block in reader.blocks(part, which)), 0
+            data.append([])
             for dtype in copy.outline.dtypes:
-                rows[dtype].append(np.frombuffer(data, dtype_named(dtype), copy.outline.part_size(dtype), at))
-                at += rows[dtype][-1].nbytes
-    return replace(copy, parts=rows)
+                size = copy.outline.part_size(part, dtype)
+                if size:
+                    data[-1].append(np.frombuffer(content, dtype_named(dtype), size, at))
+                    at += data[-1][-1].nbytes
+    return replace(copy, data=data)
 
 
 def read_vectors(vectors: Vectors) -> Reader:

@@ -18,7 +18,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.fabric import HARDWARE
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.job.hardware import with_hardware
-from meshmend.jax.measuring import _share_network, fit
+from meshmend.jax.measuring import MOST_STEPS, TARGET_S, _many_steps, _share_network, fit
 from meshmend.jax.training_plan import hardware_of
 from meshmend.schedule.lanes import count_lanes
 
@@ -48,6 +48,21 @@ def test_the_fit_finds_the_numbers_that_times_were_made_of(width: int) -> None:
     assert found.links_at_once == (None if width == 4 else width)
     assert found.runs_lanes
     assert not found.is_switched
+
+
+@pytest.mark.parametrize("nothing", [1e-4, 2e-3, 3e-2])
+@pytest.mark.parametrize("each", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+def test_a_busy_machine_does_not_make_a_measurement_long(nothing: float, each: float) -> None:
+    """A run of nothing may have been held up, so that a few steps take no longer: once that meant 20,000 steps."""
+    taken = []
+
+    def run(n: int) -> float:
+        taken.append(1e-4 + n * each)
+        return taken[-1]
+
+    found = _many_steps(run, nothing)
+    assert sum(taken) < 8 * TARGET_S + 4 * nothing
+    assert found == MOST_STEPS or TARGET_S / 2 < run(found) < 3 * TARGET_S
 
 
 def test_noise_of_a_tenth_changes_the_numbers_by_about_as_much() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.jax.positions import check_positions
-from meshmend.jax.state.mirror import backup_chips
+from meshmend.jax.state.placement import place_on
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
@@ -28,8 +28,8 @@ for step in job.train(lambda p, b: ((b @ p["w"]) ** 2).sum(axis=1), optax.adam(0
     pass
 """
 HOSTS = Hosts.of("1x3", "1x1")
-KEEPERS = backup_chips([0, 1, 2], Mesh("1x3"))
-LOST = (0, KEEPERS[0])
+KEPT = place_on((0, 1, 2), Mesh("1x3")).kept[0].tolist()
+LOST = (0, KEPT.index(0))
 (SURVIVOR,) = {0, 1, 2} - {*LOST}
 
 

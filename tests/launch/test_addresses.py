@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -93,6 +92,6 @@ def test_the_command_serves_an_ipv6_address(tmp_path: Path) -> None:
             wait_for_server(where, 20)
             socket.create_connection(split_address(where), timeout=5).close()
         finally:
-            store.send_signal(signal.SIGINT)
+            store.terminate()  # SIGINT is ignored in what a shell has put into the background
             said = store.communicate(timeout=20)[0]
     assert re.search(rf"the store of job listens on {re.escape(where)}$", said, re.M), said

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from meshmend.launch import agent
 from meshmend.launch.agent import HostAgent, LeaveError
 from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import Assignment
+from meshmend.launch.membership import SILENT_S
+from meshmend.launch.worker import Workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +30,9 @@ class Scripted:
     """Member and workers in one: how each round ends, in order.
 
     A number is an exit code, "lost" a host that is lost while the worker runs, a number and "lost" a worker that fails
-    because of it, "over" and "failed" how the others end the job. A `WorkerFailure` is one that the worker reports, and
-    then waits; one that is alone ends the round, and one of every host ("every host") the job.
+    because of it, "frozen" a worker that a signal has stopped, "over" and "failed" how the others end the job. A
+    `WorkerFailure` is one that the worker reports, and then waits; one that is alone ends the round, and one of every
+    host ("every host") the job.
     """
 
     def __init__(self, *rounds: Any) -> None:
@@ -36,17 +42,22 @@ class Scripted:
         self.has_news = False
         self.told: list[str] = []
         self.is_running = False
+        self.n_looks = 0
 
     def join(self, port: int, why: str) -> Assignment:
         assert port > 0
         assert not self.is_running, "the worker of the last round still runs"
-        self.now, self.has_news = self.rounds.pop(0), False
+        self.now, self.has_news, self.n_looks = self.rounds.pop(0), False, 0
         self.told.append(f"join {why}".strip())
         return Assignment(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
 
     def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
         if self.now == "asked to leave":
             raise LeaveError
+        if self.now in ("frozen", "frozen for a moment"):
+            self.n_looks += 1
+            is_over = self.now == "frozen for a moment" and self.n_looks > 2 * SILENT_S / agent.MONITOR_S
+            return {"why": "host 1 is lost", "lost": 1} if is_over else None
         if self.now in ("over", "failed"):
             self.over = {"ok": self.now == "over", "why": "so it is"}
             return self.over
@@ -85,6 +96,11 @@ class Scripted:
         if isinstance(self.now, tuple):
             return int(self.now[0])
         return self.now if isinstance(self.now, int) else None
+
+    def is_frozen(self) -> bool:
+        """One of a moment goes on again and again, just before that would count."""
+        looks_per_moment = int(SILENT_S / agent.MONITOR_S)
+        return self.now == "frozen" or (self.now == "frozen for a moment" and self.n_looks % looks_per_moment > 0)
 
     def ask_to_end(self, patience_s: float) -> None:
         assert self.is_running
@@ -142,6 +158,32 @@ def test_a_worker_that_has_saved_because_another_host_leaves_is_no_failure() -> 
         "finish",
     ]
     assert [event for event, _ in reports] == ["started"] * 2
+
+
+def test_a_worker_that_a_signal_has_stopped_is_started_again_as_a_silent_host_would_be() -> None:
+    script = Scripted("frozen", "frozen for a moment", 0)
+    _, reports = supervise(script, steps=[3])
+    assert script.told == ["join", "join its worker was frozen for 10 s by SIGSTOP", "join", "finish"]
+    assert [event for event, _ in reports] == ["started", "failed", "started", "started"]
+
+
+def test_a_worker_is_frozen_until_it_is_continued(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time; time.sleep(60)")
+    workers = Workers(warm=False)
+    try:
+        pid = workers.start([str(script)], dict(os.environ))
+        for number, expected in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            os.kill(pid, number)
+            until = time.monotonic() + 30
+            while workers.is_frozen() != expected and time.monotonic() < until:
+                time.sleep(0.01)
+            assert workers.is_frozen() == expected
+            assert workers.poll() is None
+        workers.stop()
+        assert not workers.is_frozen(), "it has ended"
+    finally:
+        workers.close()
 
 
 def test_failures_count_until_there_is_a_new_step() -> None:

@@ -26,9 +26,7 @@ from meshmend.torch.process_group import MeshProcessGroup
 from torch_engine.processes import with_store
 
 SECONDS = timedelta(seconds=10)
-NO_GLOO = (
-    "MeshProcessGroup and `meshmend bench allreduce` cannot make their Gloo groups. Change meshmend/torch/private.py."
-)
+NO_GLOO = "MeshProcessGroup and the laboratory cannot make their Gloo groups. Change meshmend/torch/private.py."
 NO_HOOK = "torchft would use its own hook instead of meshmend's. Change meshmend/torch/private_torchft.py."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from meshmend.cli.options import JsonOption
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import plain, print_line, print_rows
 from meshmend.cli.watch import duration
+from meshmend.cost.units import parse_seconds
 from meshmend.errors import LaunchError, ParameterError
 from meshmend.launch.watching import find_machine
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect
@@ -24,7 +24,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The job's shared folder.")]
 SuspectsArgument = Annotated[
     list[str], typer.Argument(metavar="SUSPECT...", help="A chip 2,3, a cable 2,3-2,4 or a host 'host 5'.")
@@ -65,7 +64,7 @@ def add(
     Example: meshmend quarantine add shared 2,3 --why "fails the burn-in" --for 30d
     """
     entries, hosts = _open(folder), find_machine(folder)
-    for_s = parse_duration(length)
+    for_s = parse_seconds(length)
     wanted = [Suspect.parse(text) for text in suspects]
     if hosts is not None:  # all of them or none
         for suspect in wanted:
@@ -101,18 +100,6 @@ def clear(
         print_line(f"Cleared: {', '.join(names)}. {CHANGES}")
     else:
         print_line(f"Nothing was in quarantine in {plain(folder)}.")
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of a length of time.
-
-    >>> parse_duration("7d"), parse_duration("1.5h"), parse_duration("30min")
-    (604800.0, 5400.0, 1800.0)
-    """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h|d)", text.strip(), re.ASCII)
-    if found is None:
-        raise ParameterError(f"{text!r} is not a length of time. Write it as in 7d, 12h, 30min or 90s.")
-    return float(found[1]) * SECONDS[found[2]]
 
 
 def _open(folder: Path) -> QuarantineList:

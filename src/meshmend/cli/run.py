@@ -19,14 +19,23 @@ import typer
 from meshmend.cli.common import TERMINATED, exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
-from meshmend.cli.quarantine import parse_duration
 from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
+from meshmend.cost.units import parse_seconds
 from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.files import locked
 from meshmend.launch.agent import SAVE_S, name_code
-from meshmend.launch.environment import SHARED, find_host_index, find_hosts, find_job, find_secret, find_store
+from meshmend.launch.environment import (
+    DOMAIN,
+    SHARED,
+    find_domain,
+    find_host_index,
+    find_hosts,
+    find_job,
+    find_secret,
+    find_store,
+)
 from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
@@ -96,6 +105,15 @@ def command(
         list[str] | None,
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option(
+            "--domain",
+            metavar="NAME",
+            help="What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
+            "host, as in a,a,b,b. [or MESHMEND_DOMAIN, Slurm's topology]",
+        ),
+    ] = None,
     metrics: MetricsOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
@@ -139,8 +157,9 @@ def command(
             hosts=hosts,
             max_restarts=restarts,
             warm=not cold,
+            domain=domain,
             start_over=start_over,
-            state_wait_s=parse_duration(state_wait or (STATE_WAIT if local is None else "0s")),
+            state_wait_s=parse_seconds(state_wait or (STATE_WAIT if local is None else "0s")),
         )
         metrics = check_metrics(metrics, shared)
         if local is not None:
@@ -173,6 +192,7 @@ class _Asked:
     hosts: str | None
     max_restarts: int
     warm: bool
+    domain: str | None
     start_over: bool
     state_wait_s: float
 
@@ -189,7 +209,13 @@ def _local_job(asked: _Asked, kill: Iterable[str], secret: str) -> Callable[[], 
     check_kills(kills, machine, least)
     if most != len(machine):
         raise LaunchError(f"--hosts is {asked.hosts!r}, but --local {asked.shape} makes {len(machine)} hosts.")
-    return partial(_run_locally, asked, machine, least, kills, secret)
+    domains = (asked.domain or "").split(",") if asked.domain else [""] * len(machine)
+    if len(domains) != len(machine):
+        raise LaunchError(
+            f"--domain is {asked.domain!r}, expected a name for each of the {len(machine)} hosts, as in a,a,b,b. Leave "
+            "a name empty where a host has none."
+        )
+    return partial(_run_locally, asked, machine, least, kills, secret, domains)
 
 
 def _host_of_cluster(
@@ -215,7 +241,7 @@ def _host_of_cluster(
         hosts=find_hosts(asked.hosts, None if machine is None else len(machine)),
         job=find_job(job),
         machine="" if machine is None else str(machine),
-        environment=worker_environment(machine, number, shared, asked.machine),
+        environment=worker_environment(machine, number, shared, asked.machine) | {DOMAIN: find_domain(asked.domain)},
         timeline="" if shared is None else str(timeline_of(shared, number)),
         address=address or "",
         max_restarts=asked.max_restarts,
@@ -360,7 +386,9 @@ def _announcing_interrupts(screen: Screen) -> Iterator[None]:
         raise
 
 
-def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str) -> None:
+def _run_locally(
+    asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str, domains: Sequence[str]
+) -> None:
     screen, began = Screen(len(machine)), time.time()
     folder = (asked.shared or Path(SHARED)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -388,6 +416,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
             state_wait_s=asked.state_wait_s,
             machine=asked.machine,
             secret=secret,
+            environment=lambda host: {DOMAIN: domains[host]},
             on_line=screen.line,
             on_event=screen.event,
         )
@@ -397,15 +426,17 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
         while running.running:
             job.read()
             screen.look(job, began)
-            for one in [each for each in left if _steps_of(job, each.host, began) >= each.step]:
-                left.remove(one)
-                if one.host in running.running:
-                    at = running.kill(one.host)
-                    job.read()  # it went on until it died
-                    step = _steps_of(job, one.host, began)
-                    killed.append((Kill(one.host, step), at))
-                    screen.lost(at)
-                    screen.say(f"host {one.host} is killed after step {step}, its memory is lost", "bold red")
+            # Hosts that are to die after the same step do so at the same moment.
+            due = {each.step for each in left if _steps_of(job, each.host, began) >= each.step}
+            dying = [each.host for each in left if each.step in due and each.host in running.running]
+            left = [each for each in left if each.step not in due]
+            died = [(host, running.kill(host)) for host in dying]
+            job.read()  # they went on until they died
+            for host, at in died:
+                step = _steps_of(job, host, began)
+                killed.append((Kill(host, step), at))
+                screen.lost(at)
+                screen.say(f"host {host} is killed after step {step}, its memory is lost", "bold red")
             running.watch(WATCH_S)
         job.read()
         screen.look(job, began)

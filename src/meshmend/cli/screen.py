@@ -218,6 +218,8 @@ class Screen:
                 f"{step} is done {recovery.total_s:.1f} s after the loss{stages_text(recovery.stages_s)}"
             )
         self.say(f"round {now.number}: {said}", "bold green")
+        if now.survives and found is None:
+            self.say(f"copies in memory survive {now.survives}")
         if repeated := repeated_text(job, now):
             self.say(f"round {now.number}: {repeated}", "bold yellow")
 

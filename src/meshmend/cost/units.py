@@ -17,6 +17,8 @@ _BYTES = {prefix + "b": factor for prefix, factor in _DECIMAL.items()} | {
 _BYTE_RATE = re.compile(r"([KkMGT]?i?B)(?:/s|ps)?")
 _BIT_RATE = re.compile(r"([KkMmGgTt]?)(?:b/s|bps|[Bb]it(?:/s|ps)?)")
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "μs": 10**6, "ns": 10**9}
+_SECONDS = {"min": 60, "h": 3600, "d": 86400}
+_TIMES = "5us, 1.5ms, 90s, 30min or 7d"
 
 
 def parse_bytes(text: str) -> float:
@@ -53,15 +55,16 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a time: `5us`, `1.5ms`, `2s`, `0`.
+    """Read a time: `5us`, `1.5ms`, `2s`, `10min`, `12h`, `7d`, `0`.
 
-    >>> parse_seconds("5us"), parse_seconds("0")
-    (5e-06, 0.0)
+    >>> parse_seconds("5us"), parse_seconds("1.5h"), parse_seconds("0")
+    (5e-06, 5400.0, 0.0)
     """
-    number, unit = _split(text, "a time", "5us, 1.5ms, 2s")
-    if unit.lower() not in _PER_SECOND and not (unit == "" and number == 0):
-        raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in 5us, 1.5ms or 2s.")
-    return number / _PER_SECOND.get(unit.lower(), 1)
+    number, unit = _split(text, "a time", _TIMES)
+    unit = unit.lower()
+    if unit not in _PER_SECOND | _SECONDS and (unit or number):
+        raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in {_TIMES}.")
+    return _finite(number * _SECONDS.get(unit, 1) / _PER_SECOND.get(unit, 1), text, "a time")
 
 
 def format_bytes(n: float) -> str:

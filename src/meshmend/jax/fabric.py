@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Fabric:
     mesh: Mesh
     jax_mesh: jax.sharding.Mesh
     hardware: str | Hardware | None
+    domains: tuple[str, ...] = field(default=(), kw_only=True)
+    """The failure domain of each process's host, where that is known; "" for a host that names none."""
 
     @property
     def axis(self) -> str:

@@ -38,7 +38,7 @@ SHORT, LONG, LONG_ON_CPU = 2**8, 2**22, 2**17
 """Floats of a message: so few that bytes do not count, and so many that they do. CPU devices share one memory."""
 ROOM = 4
 """Chunks that each device holds."""
-FEW_STEPS, MOST_STEPS = 2, 20_000
+FEW_STEPS, MOST_STEPS, GROWTH = 2, 20_000, 4
 TARGET_S = 0.05
 """What a run of many steps takes, about."""
 REPEAT, ROUNDS = 2, 5
@@ -112,8 +112,8 @@ def _run_loops(fabric: Fabric, directions: list[Lane]) -> list[TimedLoop]:
     nothing = min(run(steps(0, 0)) for _ in range(REPEAT))
     loops = [(0, 0)]
     for number in range(len(kinds)):
-        each = max(min(run(steps(FEW_STEPS, number)) for _ in range(REPEAT)) - nothing, 1e-7) / FEW_STEPS
-        loops += [(FEW_STEPS, number), (int(np.clip(TARGET_S / each, 2 * FEW_STEPS, MOST_STEPS)), number)]
+        many = _many_steps(lambda n, number=number: run(steps(n, number)), nothing)  # type: ignore[misc]
+        loops += [(FEW_STEPS, number), (many, number)]
     best = [float("inf")] * len(loops)
     # In rounds: while a job starts, other processes of its hosts take the cores now and then.
     for _ in range(ROUNDS):
@@ -122,6 +122,20 @@ def _run_loops(fabric: Fabric, directions: list[Lane]) -> list[TimedLoop]:
         TimedLoop(n, kinds[number][0], 4 * kinds[number][1], seconds)
         for (n, number), seconds in zip(loops, best, strict=True)
     ]
+
+
+def _many_steps(run: Callable[[int], float], nothing: float) -> int:
+    """Return how many steps take about `TARGET_S`, longer than a run of none; `run(n)` says how long n steps take.
+
+    They are found from a few on: on a busy machine these may take no longer than none, which says nothing of thousands.
+    """
+    n = FEW_STEPS
+    while n < MOST_STEPS:
+        n = min(GROWTH * n, MOST_STEPS)
+        seconds = run(n)
+        if seconds > max(2 * nothing, TARGET_S / GROWTH):
+            return int(np.clip(n * TARGET_S / (seconds - nothing), 2 * FEW_STEPS, min(GROWTH * n, MOST_STEPS)))
+    return n
 
 
 def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Callable[[list[int]], float]:

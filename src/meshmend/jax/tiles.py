@@ -98,4 +98,4 @@ def tile(fabric: Fabric, side: str, **inner: int) -> TiledFabric:
         )
     jax_mesh = jax.sharding.Mesh(devices.reshape(-1, *sizes.values()), (TILE_AXIS, *sizes))
     hardware = None if fabric.hardware is None else between_tiles(fabric.hardware, tiling)
-    return TiledFabric(tiling.tiles, jax_mesh, hardware, tiling, fabric)
+    return TiledFabric(tiling.tiles, jax_mesh, hardware, tiling, fabric, domains=fabric.domains)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from meshmend.errors import LaunchError
 from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import OVER, Assignment, Member
-from meshmend.launch.membership import Message
+from meshmend.launch.membership import SILENT_S, Message
 from meshmend.launch.processes import free_port
 from meshmend.launch.worker import Workers
 
@@ -34,6 +34,9 @@ SAVE_S = 25.0
 """How long a worker has to save its state when this host is asked to leave: Slurm and Kubernetes give it 30 s."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a worker that has saved its state with all others, because one of them was asked to end."""
+
+FROZEN = -signal.SIGSTOP
+"""In place of the exit code of a worker that a signal has stopped for `SILENT_S`: as a host that is silent so long."""
 
 
 class LeaveError(BaseException):
@@ -98,7 +101,8 @@ class HostAgent:
                 if failure is not None and failure.kind == "lasting":
                     why = f"its script raised {failure.error}"
                 elif code is not None:
-                    why = f"its worker ended with {name_code(code)}"
+                    how = f"was frozen for {SILENT_S:g} s by" if code == FROZEN else "ended with"
+                    why = f"its worker {how} {name_code(code)}"
                 else:
                     continue  # the hosts change, which is no failure of the worker's own
                 now = self._progress()
@@ -141,9 +145,13 @@ class HostAgent:
         same as `before`, with no step after `reached`, is final.
         """
         told = is_repeated = False
+        n_frozen = 0  # looks at it in a row: a clock would also count the time that this process was frozen itself
         while True:
             stopped = self.member.wait_stopped(MONITOR_S)
             over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
+            n_frozen = n_frozen + 1 if code is None and self.workers.is_frozen() else 0
+            if n_frozen * MONITOR_S >= SILENT_S:
+                code = FROZEN
             if failure is not None and not told:
                 told = True
                 self._report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)

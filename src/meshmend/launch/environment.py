@@ -21,6 +21,8 @@ START_OVER = "MESHMEND_START_OVER"
 STATE_WAIT_S = "MESHMEND_STATE_WAIT_S"
 LAUNCHER = "meshmend run"
 """Where a worker finds how many hosts a round needs at least."""
+DOMAIN = "MESHMEND_DOMAIN"
+"""Where a worker finds the failure domain of its host."""
 SHARED = "shared"
 """The folder of a job on this machine alone, where none is given."""
 HOST_VARIABLES = {
@@ -50,6 +52,18 @@ def find_host_index(given: str | None, environment: Mapping[str, str] | None = N
             "machine alone, give --local before the script, as in --local 4x4 --host 2x2, or start it with python."
         )
     return found[0]
+
+
+def find_domain(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the failure domain of this host, the name of what fails with it (a rack, a power feed); "" if unknown.
+
+    >>> find_domain(None, {"SLURM_TOPOLOGY_ADDR": "row1.rack7.node3"})
+    'row1.rack7'
+    """
+    env = os.environ if environment is None else environment
+    found = given or env.get(DOMAIN)
+    # The last part is the node itself; where Slurm knows no topology, there is no other.
+    return found or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
 def find_store(given: str | None, environment: Mapping[str, str] | None = None) -> str:

@@ -54,6 +54,8 @@ class HostRound:
     """Whether the job is done."""
     resumed: int = 0
     source: str = ""
+    survives: str = ""
+    """Which failures the copies in memory survive."""
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     """What was done before the first step: a stage, its start and its end."""
     marks: list[tuple[int, float]] = field(default_factory=list)
@@ -183,6 +185,7 @@ class HostHistory:
             now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))
             if kind == "restore":
                 now.resumed, now.source = event.get("step", 0), event.get("source", "")
+                now.survives = str(event.get("survives", ""))
                 if event.get("saved", now.saved) != now.saved:
                     now.saved, now.saved_at = event["saved"], at
         elif kind in ("step", "steps"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from meshmend.errors import LaunchError
 from meshmend.launch.failure import FAILURE_FILE, FailureFile, WorkerFailure
@@ -59,6 +60,13 @@ class Workers:
         """Return the exit code of the worker, None while it runs."""
         self._read(0.0)
         return self.code
+
+    def is_frozen(self) -> bool:
+        """Whether a signal has stopped the worker, as SIGSTOP does, and none has continued it; a debugger may."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
+        except (OSError, ValueError):
+            return False  # it has ended
 
     def failure(self) -> WorkerFailure | None:
         """Return the error that ends the worker, as soon as it has said so."""

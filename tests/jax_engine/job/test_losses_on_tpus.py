@@ -29,7 +29,7 @@ from meshmend.jax.job import Session
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.survivors import find_fabric
 from meshmend.jax.managed.run import check_losses
-from meshmend.jax.state.mirror import backup_chips
+from meshmend.jax.state.placement import place_on
 from meshmend.launch import Launch, Timeline
 from meshmend.planning import StepDemands, Workload
 from meshmend.quarantine import Quarantined, Suspect
@@ -174,7 +174,9 @@ def test_whom_hosts_give_their_copies_does_not_depend_on_their_numbers() -> None
         kept, renumbered = np.array([0, 2, 5]), [int(n) for n in np.array([0, 2, 5])[hosts]]
         assert set(renumbered) <= set(kept.tolist())
         mesh = mm.Mesh([1, len(hosts)])
-        assert backup_chips(renumbered, mesh) == backup_chips(hosts, mesh)
+        named = [place_on(tuple(one), mesh, n_blocks=n) for one in (renumbered, hosts) for n in (1, 2)]
+        assert [one.kept.tolist() for one in named[:2]] == [one.kept.tolist() for one in named[2:]]
+        assert [one.shares.tolist() for one in named[:2]] == [one.shares.tolist() for one in named[2:]]
 
 
 def run(*words: str, cwd: Path) -> Any:

@@ -79,7 +79,7 @@ def test_process_0_decides_for_all(tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "quarantine.json").write_text("{")
     said: list[Any] = []
-    found = [agree_on_quarantine(tmp_path / str(process), Exchange(process, said)) for process in range(4)]
+    found = [agree_on_quarantine(tmp_path / str(process), Exchange(process, said))[0] for process in range(4)]
     assert [str(entry.suspect) for entry in found[0]] == ["1,1", "host 2"]
     assert found[0] == found[1] == found[2] == found[3] == QuarantineList(tmp_path / "0").active()
 
@@ -94,9 +94,9 @@ def test_a_damaged_list_stops_all_of_them(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MESHMEND_SHARED", raising=False)
-    assert agree_on_quarantine(None, Coordination(0, 1)) == ()
+    assert agree_on_quarantine(None, Coordination(0, 1)) == ((), ())
     monkeypatch.setenv("MESHMEND_SHARED", str(fill(tmp_path, "0,0")))
-    assert [str(entry.suspect) for entry in agree_on_quarantine(None, Coordination(0, 1))] == ["0,0"]
+    assert [str(entry.suspect) for entry in agree_on_quarantine(None, Coordination(0, 1))[0]] == ["0,0"]
 
 
 def test_what_cannot_be_left_out_says_so() -> None:

@@ -63,8 +63,7 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
     assert {name for name, options in compiled if not OPTION.items() <= options.items()} == set()
 
 
-# After other programs of one process, XLA has failed to run a loaded one: "Function … not found".
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_job_of_one_process_ends_if_its_saved_program_is_not_the_one_of_its_script(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

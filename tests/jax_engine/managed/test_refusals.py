@@ -58,6 +58,12 @@ def changed(name: str, value: Any) -> Callable[[Any], Any]:
         ({"global_batch": 2.5}, "global_batch is 2.5"),
         ({"memory_every": -1}, "memory_every is -1, expected a number of steps, or 0 for never"),
         ({"disk_every": True}, "disk_every is True"),
+        (
+            {"disk_every": "0min"},
+            'disk_every is .0min., expected a number of steps, or 0 for never, or a time as in "10min"',
+        ),
+        ({"disk_every": "10 minutes"}, "'10 minutes' is not a time"),
+        ({"memory_every": "10min"}, "memory_every is .10min., expected"),
     ],
 )
 def test_wrong_arguments_of_a_job(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from meshmend.jax.state.gather import NeededParts
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
+from meshmend.jax.state.placement import place
 from meshmend.jax.state.sources import Source, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
@@ -188,15 +189,15 @@ class Hosts:
         self.job.restore()
         self.layout = layout = self.job.layout
         self.saved = {step: elements(self.job, self.job.values(step)) for step in self.STEPS}
-        host_of_chip = [0, 0, 1, 1, 2, 2]
-        cut = jax.jit(make_parts_fn(layout, host_of_chip))
+        placement = place(layout.fabric, host_of_chip=[0, 0, 1, 1, 2, 2])
+        cut = jax.jit(make_parts_fn(layout, placement))
         self.kept: dict[str, bytes] = {}
         for host in range(3):
             memory = HostMemory(folder / str(host))
             for step in self.STEPS:
                 parts = cut(*self.job.values(step))
                 memory.pinned = frozenset({3})
-                memory.write(copy_of(parts, layout, host_of_chip, host, 1, step, ["after", step], "run"))
+                memory.write(copy_of(parts, layout, placement, host, 1, step, ["after", step], "run"))
             memory.lock.release()
         self.folder = folder
         self.words: list[Any] = [None] * 3
@@ -249,10 +250,14 @@ class Hosts:
     def gather(self, parts: NeededParts, sent_by: dict[tuple[int, int], int], read: Any, _: Any) -> None:
         """Stands for `gather`, which would send by devices what each process is to provide."""
         me, slices = self.process.number, parts.outline.slices
-        mine = [(one, read(one[0], *slices[one[1]])) for one, process in sent_by.items() if process == me]
+        mine = [
+            ((part, which), read(part, *slices(part)[which]))
+            for (part, which), process in sent_by.items()
+            if process == me
+        ]
         for sent in self.exchange(me, mine):
-            for (device, which), data in sent:
-                parts.put(device, slices[which][0], np.frombuffer(data, np.uint8))
+            for (part, which), data in sent:
+                parts.put(part, slices(part)[which][0], np.frombuffer(data, np.uint8))
 
     def load(self, process: int, source: Source, copies: list[Copy]) -> Any:
         """What one of the processes does."""

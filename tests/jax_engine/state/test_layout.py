@@ -2,11 +2,13 @@
 
 The oracle here knows one sentence: replicated elements are split into equal shares, and those of a sharded array go
 core by core, chunk by chunk, each chunk to the chip that owns it, in the row of its place among that chip's chunks.
+Shares are the first parts of a copy, and the shards of the devices follow.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -31,7 +33,7 @@ from meshmend.jax.training import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]
-"""(device, position in that device's part)"""
+"""(part, position in it)"""
 
 
 def random_outline(seed: int) -> Outline:
@@ -50,24 +52,26 @@ def random_outline(seed: int) -> Outline:
         str(dtype): tuple(rng.integers(0, 40, int(rng.integers(0, 4))).tolist())
         for dtype in rng.permutation(["int16", "float32", "uint8"])[:2]
     }
-    return Outline(n_chips * n_cores, n_cores, total, owned, replicated, tuple(sharded))
+    n_shares = int(rng.integers(1, n_chips * n_cores + 1))
+    return Outline(n_chips * n_cores, n_cores, total, owned, replicated, tuple(sharded), n_shares=n_shares)
 
 
 def places(outline: Outline) -> dict[str, list[set[Place]]]:
     """For each vector the places of each of its elements, in order; and what each dtype's part must have room for."""
     found: dict[str, list[set[Place]]] = {}
-    n, used = outline.n_devices, dict.fromkeys(outline.dtypes, 0)
+    n, used = outline.n_shares, dict.fromkeys(outline.dtypes, 0)
     for dtype, sizes in outline.replicated.items():
         where = found[f"replicated {dtype}"] = []
         for size in sizes:
             share = next(length for length in range(size + 1) if length * n >= size)
-            firsts = [min(device * share, size - share) for device in range(n)]
+            firsts = [min(number * share, size - share) for number in range(n)]
             where += [
                 {(d, used[dtype] + element - first) for d, first in enumerate(firsts) if 0 <= element - first < share}
                 for element in range(size)
             ]
             used[dtype] += share
-    room = len(outline.owned[0])
+    assert {dtype: outline.part_size(0, dtype) for dtype in outline.dtypes} == used
+    room, used = len(outline.owned[0]), dict.fromkeys(outline.dtypes, 0)
     for number, array in enumerate(outline.sharded):
         where = found[f"sharded {number}"] = []
         for element in range(array.size):
@@ -75,10 +79,9 @@ def places(outline: Outline) -> dict[str, list[set[Place]]]:
             core, chunk = divmod(whole_chunk, outline.total_chunks)
             (chip,) = (i for i, row in enumerate(outline.owned) if chunk in row)
             row = outline.owned[chip].index(chunk)
-            where.append({(chip * outline.n_cores + core, used[array.dtype] + row * array.chunk + offset)})
+            where.append({(n + chip * outline.n_cores + core, used[array.dtype] + row * array.chunk + offset)})
         used[array.dtype] += room * array.chunk
-    for dtype in outline.dtypes:
-        assert outline.part_size(dtype) == used[dtype]
+    assert {dtype: outline.part_size(n, dtype) for dtype in outline.dtypes} == used
     return found
 
 
@@ -96,13 +99,14 @@ def test_runs_are_where_counting_puts_every_element(seed: int) -> None:
     expected = places(outline)
     assert {name: len(where) for name, where in expected.items()} == {n: v[1] for n, v in outline.vectors.items()}
     found: dict[str, list[set[Place]]] = {name: [set() for _ in where] for name, where in expected.items()}
-    for device in range(outline.n_devices):
+    assert outline.n_parts == outline.n_shares + bool(outline.sharded) * outline.n_devices
+    for part in range(outline.n_parts):
         for dtype in outline.dtypes:
-            for name, start, at, length in outline.runs(device, dtype):
+            for name, start, at, length in outline.runs(part, dtype):
                 assert length > 0
                 assert dtype_of(outline, name) == dtype
                 for i in range(length):
-                    found[name][start + i].add((device, at + i))
+                    found[name][start + i].add((part, at + i))
     assert found == expected
     assert all(copies for where in found.values() for copies in where)
     outline.check()
@@ -112,21 +116,26 @@ def test_runs_are_where_counting_puts_every_element(seed: int) -> None:
 def test_every_byte_of_every_part_is_put_in_its_place(seed: int) -> None:
     outline, rng = random_outline(seed), np.random.default_rng(seed)
     vectors = {name: rng.integers(1, 100, size).astype(dtype) for name, (dtype, size) in outline.vectors.items()}
-    for device in range(outline.n_devices):
-        part = np.zeros(outline.part_bytes, np.uint8)
+    for part in range(outline.n_parts):
+        content = np.zeros(outline.part_bytes(part), np.uint8)
         before = 0
         for dtype in outline.dtypes:
-            row = np.zeros(outline.part_size(dtype), dtype)
+            row = np.zeros(outline.part_size(part, dtype), dtype)
             for name, where in places(outline).items():
                 for element, copies in enumerate(where):
                     for owner, at in copies:
-                        if owner == device and dtype_of(outline, name) == dtype:
+                        if owner == part and dtype_of(outline, name) == dtype:
                             row[at] = vectors[name][element]
-            part[before : before + row.nbytes] = row.view(np.uint8)
+            content[before : before + row.nbytes] = row.view(np.uint8)
             before += row.nbytes
-        assert before == outline.part_bytes
-        for name, start, at, length in outline.byte_runs(device):
-            np.testing.assert_array_equal(part[at : at + length], vectors[name].view(np.uint8)[start : start + length])
+        assert before == outline.part_bytes(part)
+        slices = outline.slices(part)
+        assert slices[0][0] == 0
+        assert slices[-1][1] == before
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(slices))
+        for name, start, at, length in outline.byte_runs(part):
+            found = vectors[name].view(np.uint8)[start : start + length]
+            np.testing.assert_array_equal(content[at : at + length], found)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -134,7 +143,7 @@ def test_each_element_is_written_by_the_device_that_counting_says(seed: int) -> 
     outline = random_outline(seed)
     for name, where in places(outline).items():
         kind = name.split()[0]
-        expected = [next(iter(copies))[0] for copies in where]
+        expected = [next(iter(copies))[0] - outline.n_shares for copies in where]
         if kind == "replicated":  # all devices have them: the first so many elements are the first device's
             share = next(n for n in range(len(where) + 1) if n * outline.n_devices >= len(where))
             expected = [element // share for element in range(len(where))]
@@ -148,6 +157,7 @@ SMALL = Outline(
     ((0, 2), (1, 3)),
     {"uint8": (5,), "float32": (2, 7)},
     (ShardedArray("int16", 11, 2), ShardedArray("uint8", 3, 1)),
+    n_shares=4,
 )
 
 
@@ -156,8 +166,15 @@ def test_an_outline_in_small() -> None:
     assert SMALL.n_rows == 2
     assert [SMALL.share(dtype) for dtype in SMALL.dtypes] == [3, 0, 2]
     assert [SMALL.shares(dtype) for dtype in SMALL.dtypes] == [[1, 2], [], [2]]
-    assert [SMALL.part_size(dtype) for dtype in SMALL.dtypes] == [3, 2 * 2, 2 + 2 * 1]
-    assert SMALL.part_bytes == 3 * 4 + 4 * 2 + 4
+    assert SMALL.n_parts == 4 + 4
+    assert [SMALL.part_size(3, dtype) for dtype in SMALL.dtypes] == [3, 0, 2]
+    assert [SMALL.part_size(4, dtype) for dtype in SMALL.dtypes] == [0, 2 * 2, 2 * 1]
+    assert [SMALL.part_bytes(part) for part in (0, 3, 4, 7)] == [3 * 4 + 2, 3 * 4 + 2, 4 * 2 + 2, 4 * 2 + 2]
+    assert SMALL.first_slices == [8 * part for part in range(9)]
+    assert replace(SMALL, sharded=()).n_parts == 4
+    # Of one share there are as many slices as of four; of thousands of tiles, no more than 1,024.
+    assert len(replace(SMALL, n_shares=1).slices(0)) == 32
+    assert len(replace(SMALL, n_shares=1, n_devices=8000).slices(0)) == 1024
     assert SMALL.vectors == {
         "replicated uint8": ("uint8", 5),
         "replicated float32": ("float32", 9),
@@ -176,7 +193,9 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
         "total_chunks": 3,
         "owned": [[0, 2], [1, 3]],
         "replicated": {"uint8": [5], "float32": [2, 7]},
-        "sharded": [["int16", 11, 2], ["uint8", 3, 1]],
+        "sharded": [["int16", 11, 2, 1], ["uint8", 3, 1, 1]],
+        "devices_per_tile": 1,
+        "n_shares": 4,
     }
     assert json.loads(json.dumps(facts)) == plain
     again = Outline.from_json(json.loads(json.dumps(facts)))
@@ -196,7 +215,8 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
         "total_chunks": "3",
         "owned": [["0", 2.0], [1, "3"]],
         "replicated": {"uint8": ["5"], "float32": [2.0, "7"]},
-        "sharded": [["int16", "11", 2.0], ["uint8", 3, "1"]],
+        "sharded": [["int16", "11", 2.0, 1], ["uint8", 3, "1", "1"]],
+        "n_shares": "4",
     }
     found = Outline.from_json(loose)
     assert found == SMALL
@@ -210,8 +230,10 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
     [
         ({"n_cores": 0, "n_devices": 0}, "expected 0 × 2 devices (cores × chips), got 0"),
         ({"n_devices": 5}, "expected 2 × 2 devices (cores × chips), got 5"),
+        ({"n_shares": 0}, "expected 1 to 4 shares, got 0"),
+        ({"n_shares": 5}, "expected 1 to 4 shares, got 5"),
         ({"owned": ((0, 2), (1,))}, "expected chips with room for equally many chunks"),
-        ({"owned": (), "n_devices": 0}, "expected chips with room for equally many chunks"),
+        ({"owned": (), "n_devices": 0}, "expected 1 to 0 shares, got 4"),
         ({"owned": ((0, 1), (1, 3))}, "expected each of 3 chunks with one chip, got [0, 1, 1] …"),
         ({"owned": ((0, 3), (1, 3))}, "expected each of 3 chunks with one chip, got [0, 1] …"),
         ({"owned": ((0, 2), (1, 4))}, "expected each of 3 chunks with one chip, got [0, 1, 2, 4] …"),
@@ -235,7 +257,7 @@ def test_outlines_at_the_edge_are_whole() -> None:
     replace(
         SMALL, sharded=(ShardedArray("int16", 12, 2), ShardedArray("int8", 0, 0)), replicated={"uint8": (0,)}
     ).check()
-    replace(SMALL, n_cores=1, n_devices=2, sharded=(ShardedArray("int16", 6, 2),)).check()
+    replace(SMALL, n_cores=1, n_devices=2, n_shares=2, sharded=(ShardedArray("int16", 6, 2),)).check()
     Outline(3, 1, 0, ((), (), ()), {"float32": (7,)}, ()).check()
     long = tuple((chunk,) for chunk in [*range(25), 24])
     with pytest.raises(RestartError, match=re.escape(f"one chip, got {list(range(20))} …")):

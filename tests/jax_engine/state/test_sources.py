@@ -285,18 +285,18 @@ def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Pat
 
 
 def test_processes_provide_about_as_many_parts_each() -> None:
-    source = Source(1, 5, "memory", "one", n_devices=8, holders={device: [] for device in range(8)})
+    source = Source(1, 5, "memory", "one", n_parts=8, slices=(8, 8), holders={part: [] for part in range(8)})
     hosts = {0: (0, 1, 6, 7), 1: (2, 3, 0, 1), 2: (4, 5, 2, 3)}  # host 3 is lost, host 0 has kept its parts
-    for process, devices in hosts.items():
-        for device in devices:
-            source.holders[device].append(process)
+    for process, parts in hosts.items():
+        for part in parts:
+            source.holders[part].append(process)
     assert source.is_whole
-    assert all(device in hosts[process] for (device, _), process in source.providers.items())
+    assert all(part in hosts[process] for (part, _), process in source.providers.items())
     assert sorted(Counter(source.providers.values()).values()) == [21, 21, 22]  # of 8 parts with 8 slices
     # What is damaged on one host is provided by another, if one has it.
     left = source.without({0: [0], 2: [2]})
     assert left.is_whole
-    assert {left.providers[device, which] for device in (0, 2) for which in range(8)} == {1}
+    assert {left.providers[part, which] for part in (0, 2) for which in range(8)} == {1}
     assert not source.without({0: [6]}).is_whole
 
 

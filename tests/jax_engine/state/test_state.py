@@ -28,8 +28,9 @@ from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import ASIDE, Copy, HostMemory, PartReader, read_copy
-from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
-from meshmend.jax.state.outline import SLICES, Outline, ShardedArray
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
+from meshmend.jax.state.outline import Outline, ShardedArray
+from meshmend.jax.state.placement import place
 from meshmend.jax.state.sources import Source, rank_sources
 from meshmend.launch.hosts import Hosts
 
@@ -212,10 +213,11 @@ def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Tr
     assert bits(new[whole]) != bits(whole.state[0])
 
 
-def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
-    hosts = trained.host_of_chip()
-    parts = jax.jit(make_parts_fn(trained.layout, hosts))(*trained.state)
-    return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}, "run") for host in sorted(set(hosts))}
+def copies_of(trained: Trained, step: int = 7, **placed: Any) -> dict[int, Copy]:
+    placement = place(trained.fabric, host_of_chip=trained.host_of_chip(), **placed)
+    parts = jax.jit(make_parts_fn(trained.layout, placement))(*trained.state)
+    given = (1, step, {"at": 3}, "run")
+    return {host: copy_of(parts, trained.layout, placement, host, *given) for host in placement.hosts}
 
 
 def rebuilt(copies: dict[int, Copy], choice: Source, outline: Outline) -> Vectors:
@@ -230,30 +232,43 @@ def ranked(whole: Trained, held: list[list[Copy]]) -> list[Source]:
     return rank_sources([[copy.offer(whole.layout.copy_identity) for copy in copies] for copies in held])
 
 
-@pytest.mark.parametrize("lost", [(0,), (5,), (7,), (1, 4), (0, 2, 5)], ids=str)
-def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int, ...]) -> None:
-    copies = {host: copy for host, copy in copies_of(whole).items() if host not in lost}
-    (source,) = ranked(whole, [[copy] for copy in copies.values()])
-    assert (source.attempt, source.step) == (1, 7)
-    assert source.is_whole
-    assert not source.differs
-    again = rebuilt(copies, source, whole.layout.outline)
-    assert bits(whole.layout.to_devices(read_vectors(again), whole.fresh)) == bits(whole.state)
+@pytest.mark.parametrize("n_blocks", [1, 3, 4])
+@pytest.mark.parametrize("n_keepers", [1, 2])
+def test_what_hosts_take_with_them_others_have(whole: Trained, n_blocks: int, n_keepers: int) -> None:
+    """Every pair of hosts, and more: whole where the parts that are left say so, and then bit for bit."""
+    everybody = copies_of(whole, n_blocks=n_blocks, n_keepers=n_keepers)
+    rebuilt_for = {(0,), (5,), (1, 4), (0, 2, 5), (1, 2, 3, 4, 5, 6, 7)}
+    spares = 8 // n_blocks - 1 if whole.kind == "program" else min(8 // n_blocks - 1, n_keepers)
+    whole_after: dict[int, list[bool]] = {}
+    for lost in [*itertools.combinations(range(8), 1), *itertools.combinations(range(8), 2), *rebuilt_for]:
+        copies = {host: copy for host, copy in everybody.items() if host not in lost}
+        (source,) = ranked(whole, [[copy] for copy in copies.values()])
+        assert (source.attempt, source.step) == (1, 7)
+        assert not source.differs
+        held = {part for copy in copies.values() for part in copy.parts}
+        outline = everybody[0].outline
+        assert source.is_whole == (held == set(range(outline.n_parts)))
+        whole_after.setdefault(len(lost), []).append(source.is_whole)
+        if source.is_whole and lost in rebuilt_for:
+            again = rebuilt(copies, source, outline)
+            assert bits(whole.layout.to_devices(read_vectors(again), whole.fresh)) == bits(whole.state)
+    for n_lost, found in whole_after.items():
+        assert all(found) or n_lost > spares
+    if n_blocks == 1:
+        # With one keeper, four of the 28 pairs are keeper and kept: those that are half-way around.
+        assert whole_after[2].count(False) == (4 if whole.kind != "program" and n_keepers == 1 else 0)
+        assert all(whole_after[7]) == (whole.kind == "program")
 
 
-def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
-    copies = copies_of(whole)
-    for first in range(8):
-        left = [[copy] for host, copy in copies.items() if host not in (first, (first + 1) % 8)]
-        assert [source.is_whole for source in ranked(whole, left)] == [False]
-
-
-def made_up(whole: Trained, attempt: int, step: int, devices: Any, run: str = "run") -> Copy:
-    return Copy(attempt, step, whole.layout.outline, tuple(devices), {}, None, whole.layout.copy_identity, run)
+def made_up(whole: Trained, attempt: int, step: int, halves: tuple[int, ...], run: str = "run") -> Copy:
+    """A copy with the first or the second half of the parts, or both."""
+    outline = replace(whole.layout.outline, n_shares=64)
+    parts = [part for part in range(outline.n_parts) if 2 * part // outline.n_parts in halves]
+    return Copy(attempt, step, outline, tuple(parts), [], None, whole.layout.copy_identity, run)
 
 
 def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> None:
-    halves = [range(32), range(32, 64)]
+    halves = [(0,), (1,)]
     # Step 9 is only half there; of the whole ones, the later attempt counts, although its step is the earlier.
     hosts = [[made_up(whole, 1, 8, halves[i]), made_up(whole, 2, 6, halves[i])] for i in range(2)]
     hosts[0].append(made_up(whole, 2, 9, halves[0]))
@@ -263,20 +278,21 @@ def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> 
         (2, 6, True),
         (1, 8, True),
     ]
-    assert found[1].holders == {device: [device // 32] for device in range(64)}
+    n_parts = found[1].n_parts
+    assert found[1].holders == {part: [2 * part // n_parts] for part in range(n_parts)}
     assert ranked(whole, [[], []]) == []
 
 
 def test_copies_of_one_step_but_of_two_runs_are_never_put_together(whole: Trained) -> None:
     # Two parts of a job that both took the other for dead have counted the same attempt and the same steps.
-    hosts = [[made_up(whole, 2, 6, range(32), "one")], [made_up(whole, 2, 6, range(32, 64), "other")]]
+    hosts = [[made_up(whole, 2, 6, (0,), "one")], [made_up(whole, 2, 6, (1,), "other")]]
     found = ranked(whole, hosts)
     assert [source.is_whole for source in found] == [False, False]
     assert found[0].generation != found[1].generation
 
 
 def test_copies_of_another_state_say_how_they_differ(whole: Trained) -> None:
-    other = replace(made_up(whole, 1, 5, range(64)), identity=Identity((("params", "list"),)))
+    other = replace(made_up(whole, 1, 5, (0, 1)), identity=Identity((("params", "list"),)))
     (source,) = ranked(whole, [[other]])
     assert source.differs == "params: expected dict, got list"
 
@@ -291,9 +307,9 @@ def test_memory_keeps_two_whole_copies_and_trusts_no_damaged_one(whole: Trained,
     assert newest.outline == copy.outline
     assert newest.identity == copy.identity
     assert newest.run == "run"
-    assert newest.devices == copy.devices
+    assert newest.parts == copy.parts
     assert newest.extra == {"at": 3}
-    assert bits(newest.parts) == bits(copy.parts)
+    assert bits(newest.data) == bits(copy.data)
     path = tmp_path / newest.name
     good = path.read_bytes()
     for damaged, what in (
@@ -309,11 +325,12 @@ def test_memory_keeps_two_whole_copies_and_trusts_no_damaged_one(whole: Trained,
     # A header says nothing about the parts: those are looked at one by one.
     path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
     with PartReader(read_copy(path)) as reader:
-        for device, which in itertools.product(newest.devices, range(SLICES)):
-            start, stop = newest.outline.slices[which]
-            is_damaged = device == newest.devices[-1] and start <= newest.outline.part_bytes - 9 < stop
-            with pytest.raises(RestartError, match="state checksum mismatch") if is_damaged else nullcontext():
-                list(reader.blocks(device, which))
+        for part in newest.parts:
+            for which, (start, stop) in enumerate(newest.outline.slices(part)):
+                last = newest.outline.part_bytes(part) - 9
+                is_damaged = part == newest.parts[-1] and start <= last < stop
+                with pytest.raises(RestartError, match="state checksum mismatch") if is_damaged else nullcontext():
+                    list(reader.blocks(part, which))
 
 
 def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path) -> None:
@@ -356,6 +373,20 @@ def test_what_a_restart_goes_back_behind_stays_until_all_hosts_have_written_a_ne
     assert not tmp_path.exists()
 
 
+@pytest.mark.parametrize(("n_blocks", "n_keepers"), [(1, 1), (4, 1), (2, 2)])
+def test_hosts_keep_a_block_of_what_all_have_and_shards_of_their_own_and_others(
+    whole: Trained, n_blocks: int, n_keepers: int
+) -> None:
+    copies = copies_of(whole, n_blocks=n_blocks, n_keepers=n_keepers)
+    outline = copies[0].outline
+    assert outline.n_shares == 8 * n_blocks
+    shards = 8 * (1 + n_keepers) * outline.shards_bytes
+    for copy in copies.values():
+        assert sum(array.nbytes for data in copy.data for array in data) == 8 * outline.share_bytes + shards
+    replicated = sum(size * np.dtype(dtype).itemsize for dtype, sizes in outline.replicated.items() for size in sizes)
+    assert 8 * outline.share_bytes * n_blocks == pytest.approx(replicated, rel=0.5, abs=64 * 8)
+
+
 def test_a_copy_that_was_set_aside_is_one_to_resume_from(whole: Trained, tmp_path: Path) -> None:
     memory = HostMemory(tmp_path)
     copy = replace(copies_of(whole)[0], attempt=2)
@@ -388,14 +419,6 @@ def test_where_there_is_no_room_for_a_copy_what_was_set_aside_goes(
     assert [(found.attempt, found.step) for found in memory.read()[0]] == [(2, 6), (3, 7)]
 
 
-def test_the_mirror_costs_twice_the_state_over_the_hosts(whole: Trained) -> None:
-    copies = copies_of(whole)
-    kept = sum(row.nbytes for copy in copies.values() for rows in copy.parts.values() for row in rows)
-    outline = whole.layout.outline
-    part = sum(outline.part_size(dtype) * np.dtype(dtype).itemsize for dtype in outline.dtypes)
-    assert kept == 2 * 64 * part
-
-
 def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "disk")
     assert disk.claimed() == 0
@@ -422,61 +445,22 @@ def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> 
 @pytest.mark.parametrize("n_layers", [1, 3])
 @pytest.mark.parametrize("n_cores", [1, 2])
 @pytest.mark.parametrize("size", [1, 7, 95, 96, 97, 191, 192])
-def test_the_parts_of_all_devices_are_every_element(n_cores: int, size: int, n_layers: int) -> None:
+def test_all_parts_are_every_element(n_cores: int, size: int, n_layers: int) -> None:
     # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
     owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
     chunk = -(-size // (12 * n_cores))
     array = ShardedArray("float32", size, chunk, n_layers)
-    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": (size,)}, (array,))
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": (size,)}, (array,), n_shares=2 * n_cores)
     counts = {name: np.zeros(n, int) for name, (_, n) in outline.vectors.items()}
     assert [len(count) for count in counts.values()] == [size, n_layers * size]
     outline.check()
-    for device in range(outline.n_devices):
-        for name, start, at, length in outline.runs(device, "float32"):
+    for part in range(outline.n_parts):
+        for name, start, at, length in outline.runs(part, "float32"):
             counts[name][start : start + length] += 1
-            assert at + length <= outline.part_size("float32")
+            assert at + length <= outline.part_size(part, "float32")
     assert (counts["replicated float32"] >= 1).all()  # the last shares overlap
     assert (counts["sharded 0"] == 1).all()
     assert Outline.from_json(json.loads(json.dumps(outline.as_json()))) == outline
-
-
-@pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1]], ids=str)
-def test_every_chip_keeps_one_part_of_another_host(sizes: list[int]) -> None:
-    host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
-    keeper = backup_chips(host_of_chip)
-    assert sorted(keeper) == list(range(len(host_of_chip)))
-    assert all(host_of_chip[chip] != host_of_chip[kept_by] for chip, kept_by in enumerate(keeper))
-
-
-@pytest.mark.parametrize(("shape", "tile"), [("4x8", "4x2"), ("2x12", "2x2"), ("8x8", "4x2"), ("4x4", "2x2")])
-def test_hosts_that_one_failure_takes_together_do_not_keep_each_others_parts(shape: str, tile: str) -> None:
-    hosts = Hosts.of(shape, tile)
-    mesh = mm.Mesh(shape)
-    host_of_chip = [
-        next(number for number in range(len(hosts)) if chip in hosts.chips(number))
-        for chip in map(tuple, mesh.coords.tolist())
-    ]
-    keeper = backup_chips(host_of_chip, mesh)
-    assert sorted(keeper) == list(range(mesh.n_chips))
-    for lost in range(len(hosts)):
-        left = hosts.largest_group(set(range(len(hosts))) - {lost})
-        for chip, kept_by in enumerate(keeper):
-            assert host_of_chip[chip] in left or host_of_chip[kept_by] in left
-
-
-def test_one_host_alone_keeps_its_own() -> None:
-    assert backup_chips([0, 0, 0]) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("sizes", [[3, 1], [4, 3], [1, 2, 5], [2, 7, 1, 1]], ids=str)
-def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int]) -> None:
-    host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
-    np.random.default_rng(0).shuffle(host_of_chip)
-    keeper = backup_chips(host_of_chip)
-    assert sorted(keeper) == list(range(len(host_of_chip)))
-    kept = [chip for chip, by in enumerate(keeper) if host_of_chip[by] != host_of_chip[chip]]
-    assert len(kept) == 2 * (sum(sizes) - max(sizes))
-    assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)
 
 
 @pytest.mark.parametrize("block", [1 << 10, 1 << 13, 1 << 22])
@@ -485,16 +469,18 @@ def test_a_host_takes_what_it_needs_of_all_slices(
     whole: Trained, monkeypatch: pytest.MonkeyPatch, block: int, n_of_other: int
 ) -> None:
     """Two hosts, of which the other one's rows are made by hand."""
-    made = jax.jit(make_parts_fn(whole.layout, [0] * 64))(*whole.state)
-    copy = copy_of(made, whole.layout, [0] * 64, 0, 1, 1, None, "")
-    outline, rng = whole.layout.outline, np.random.default_rng(0)
-    data = [b"".join(rows[i].tobytes() for rows in copy.parts.values()) for i in range(64)]
-    assert {len(part) for part in data} == {outline.part_bytes}
-    slices = list(itertools.product(range(64), range(SLICES)))
+    placement = place(whole.fabric, host_of_chip=[0] * 64)
+    made = jax.jit(make_parts_fn(whole.layout, placement))(*whole.state)
+    copy = copy_of(made, whole.layout, placement, 0, 1, 1, None, "")
+    outline, rng = copy.outline, np.random.default_rng(0)
+    data = [b"".join(array.tobytes() for array in arrays) for arrays in copy.data]
+    assert copy.parts == tuple(range(outline.n_parts))
+    assert [len(part) for part in data] == [outline.part_bytes(part) for part in copy.parts]
+    slices = [(part, which) for part in copy.parts for which in range(len(outline.slices(part)))]
     of_other = {slices[i] for i in rng.permutation(len(slices))[:n_of_other]}
     words, sent = max(gathering.SMALLEST_ROW, block // 8), list[int]()
     most = max(len(slices) - len(of_other), len(of_other))
-    longest = max(stop - start for start, stop in outline.slices)
+    longest = max(stop - start for part in copy.parts for start, stop in outline.slices(part))
     rounds = list(gathering.rounds_of(most, longest, words))
 
     def run(row: jax.Array) -> Any:
@@ -502,10 +488,10 @@ def test_a_host_takes_what_it_needs_of_all_slices(
         first, last, at, width = rounds[len(sent)]
         sent.append(row.nbytes)
         other = np.zeros(words * 4, np.uint8)
-        for i, (device, which) in enumerate(sorted(of_other)[first:last]):
-            start, stop = outline.slices[which]
-            part = data[device][start + at : min(stop, start + at + width)]
-            other[i * width : i * width + len(part)] = np.frombuffer(part, np.uint8)
+        for i, (part, which) in enumerate(sorted(of_other)[first:last]):
+            start, stop = outline.slices(part)[which]
+            piece = data[part][start + at : min(stop, start + at + width)]
+            other[i * width : i * width + len(piece)] = np.frombuffer(piece, np.uint8)
         return jax.device_put(np.stack([np.asarray(row)[0], other.view(np.uint32)]), here)
 
     here = jax.devices()[0]
@@ -522,7 +508,7 @@ def test_a_host_takes_what_it_needs_of_all_slices(
 
 
 def test_only_slices_that_a_host_needs_and_lacks_are_wanted(whole: Trained, holed: Trained) -> None:
-    layout, outline = holed.layout, whole.layout.outline
+    layout, outline = holed.layout, replace(whole.layout.outline, n_shares=64)
     own = layout.needs()[: len(layout.needs()) // 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateLayout, "needs", lambda _: own)
@@ -530,18 +516,19 @@ def test_only_slices_that_a_host_needs_and_lacks_are_wanted(whole: Trained, hole
     has = [0, 5, 63]
     # The oracle: byte by byte.
     expected = set()
-    for device in set(range(64)) - set(has):
-        needed = np.zeros(outline.part_bytes, bool)
-        for name, first, at, length in outline.byte_runs(device):
+    parts_of_all = set(range(outline.n_parts))
+    for part in parts_of_all - set(has):
+        needed = np.zeros(outline.part_bytes(part), bool)
+        for name, first, at, length in outline.byte_runs(part):
             for vector, start, stop in own:
                 size = np.dtype(outline.vectors[vector][0]).itemsize
                 if vector == name:
                     low, high = max(first, start * size), min(first + length, stop * size)
                     needed[at + low - first : at + high - first] |= low < high
-        expected |= {(device, i) for i, (start, stop) in enumerate(outline.slices) if needed[start:stop].any()}
+        expected |= {(part, i) for i, (start, stop) in enumerate(outline.slices(part)) if needed[start:stop].any()}
     assert parts.all_wanted([parts.wanted(has)]) == expected
-    assert parts.all_wanted([parts.wanted(range(64)), parts.wanted(has)]) == expected
-    assert parts.all_wanted([parts.wanted(range(64))]) == set()
+    assert parts.all_wanted([parts.wanted(parts_of_all), parts.wanted(has)]) == expected
+    assert parts.all_wanted([parts.wanted(parts_of_all)]) == set()
 
 
 def test_what_was_read_for_the_last_time_is_not_kept(whole: Trained) -> None:

@@ -21,8 +21,9 @@ from meshmend.jax.program import Update
 from meshmend.jax.state import fetch, put
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy
-from meshmend.jax.state.mirror import copy_of, hosts_of_chips, make_parts_fn
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.outline import Outline, ShardedArray
+from meshmend.jax.state.placement import hosts_of_chips, place
 from meshmend.jax.state.sources import rank_sources
 from meshmend.launch.hosts import Hosts
 
@@ -111,9 +112,9 @@ def numbers(layout: StateLayout) -> Vectors:
 
 
 def copies_of(job: OnTiles, state: Any) -> dict[int, Copy]:
-    hosts = job.hosts()
-    parts = jax.jit(make_parts_fn(job.layout, hosts))(*state)
-    return {host: copy_of(parts, job.layout, hosts, host, 1, 7, None, "run") for host in sorted(set(hosts))}
+    placement = place(job.fabric, host_of_chip=job.hosts())
+    parts = jax.jit(make_parts_fn(job.layout, placement))(*state)
+    return {host: copy_of(parts, job.layout, placement, host, 1, 7, None, "run") for host in placement.hosts}
 
 
 def collected(copies: dict[int, Copy], layout: StateLayout) -> Vectors:
@@ -132,8 +133,9 @@ def same_bits(found: Any, expected: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
+@pytest.mark.parametrize("n_shares", [1, 3])
 @pytest.mark.parametrize("devices_per_tile", [2, 4])
-def test_parts_of_tiles_cover_every_element_once(devices_per_tile: int) -> None:
+def test_parts_of_tiles_cover_every_element_once(devices_per_tile: int, n_shares: int) -> None:
     owned = ((0, 3, 5), (1, 4, 6), (2, 6, 6))
     outline = Outline(
         3 * devices_per_tile,
@@ -143,6 +145,7 @@ def test_parts_of_tiles_cover_every_element_once(devices_per_tile: int) -> None:
         {"float32": (3, 14), "int8": (2,)},
         (ShardedArray("float32", 16, 3),),
         devices_per_tile,
+        n_shares,
     )
     outline.check()
     counts = {name: np.zeros(size, int) for name, (_, size) in outline.vectors.items()}
@@ -151,12 +154,14 @@ def test_parts_of_tiles_cover_every_element_once(devices_per_tile: int) -> None:
         "replicated int8": 2,
         "sharded 0": 16,
     }
-    for device in range(outline.n_devices):
+    for part in range(outline.n_parts):
         for dtype in outline.dtypes:
-            for name, start, at, length in outline.runs(device, dtype):
+            for name, start, at, length in outline.runs(part, dtype):
                 counts[name][start : start + length] += 1
-                assert at + length <= outline.part_size(dtype)
-                put, size = device % devices_per_tile, counts[name].size // devices_per_tile
+                assert at + length <= outline.part_size(part, dtype)
+                of_share, device = part // n_shares, part - devices_per_tile * n_shares
+                put = of_share if of_share < devices_per_tile else device % devices_per_tile
+                size = counts[name].size // devices_per_tile
                 assert put * size <= start < start + length <= (put + 1) * size
     assert all((count >= 1).all() for count in counts.values())
     assert (counts["sharded 0"] == 1).all()
@@ -225,12 +230,18 @@ def test_copies_of_another_way_to_split_are_of_another_state() -> None:
     assert why.startswith("params['columns']: expected float32[3,8], (None, ('fsdp', 'tensor')) of tiles with fsdp=2")
 
 
-def test_each_device_keeps_a_part_of_the_same_slot_on_another_host() -> None:
-    job = tiles((), False)
-    hosts = job.hosts()
+def test_each_device_keeps_the_shards_of_the_same_slot_on_another_host() -> None:
+    job = tiles((), True)
+    hosts, outline = job.hosts(), job.layout.outline
     for host, copy in copies_of(job, job.fresh).items():
-        own = [device for device in copy.devices if hosts[device] == host]
-        kept = [device for device in copy.devices if hosts[device] != host]
-        assert [device % 4 for device in own] == [device % 4 for device in kept]
+        devices = [part - copy.outline.n_all_shares for part in copy.parts if part >= copy.outline.n_all_shares]
+        own = [device for device in devices if hosts[device] == host]
+        kept = [device for device in devices if hosts[device] != host]
+        assert sorted(device % 4 for device in own) == sorted(device % 4 for device in kept)
         assert len(own) == len(kept) == 4
+        slots = {part // copy.outline.n_shares for part in copy.parts if part < copy.outline.n_all_shares}
+        assert slots == {device % 4 for device in own}
+        shares = [part for part in copy.parts if part < copy.outline.n_all_shares]
+        assert len(shares) == len(slots) * copy.outline.n_shares, "a host keeps all that its slots have"
+    assert outline.sharded
     assert hosts_of_chips(job.fabric) == [0] * 16

@@ -22,6 +22,7 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
+from meshmend.jax.state.placement import place
 from meshmend.jax.state.sources import UNCHECKED, rank_sources
 from meshmend.jax.state.trust import Trust
 
@@ -250,15 +251,15 @@ def test_a_step_that_is_not_due_is_kept_if_it_is_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_verified_copies_survive_the_loss_of_one_host(tmp_path: Path, sharded: bool) -> None:
     job = Started(shape="2x3", sharded=sharded, memory_every=0)
-    hosts = [0, 0, 1, 1, 2, 2]
-    cut = jax.jit(make_parts_fn(job.layout, hosts))
+    placement = place(job.fabric, host_of_chip=[0, 0, 1, 1, 2, 2])
+    cut = jax.jit(make_parts_fn(job.layout, placement))
     memories = [HostMemory(tmp_path / str(host)) for host in range(3)]
     for step in range(1, 12):
         parts = cut(*job.values(step))
         for host, memory in enumerate(memories):
             if step == 4:
                 memory.pinned = frozenset({4})
-            copy = copy_of(parts, job.layout, hosts, host, 1, step, ["after", step], "run")
+            copy = copy_of(parts, job.layout, placement, host, 1, step, ["after", step], "run")
             memory.write(replace(copy, verified=0 if step < 6 else 4))
     trust = Trust(((1, 4),))
     for lost in range(3):
@@ -294,11 +295,13 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
 ) -> None:
     folder = tmp_path_factory.mktemp("memory")
     job = Started(memory=folder, untrusted=observations)
-    cut = PARTS.get("2x2") or PARTS.setdefault("2x2", jax.jit(make_parts_fn(job.layout, [0] * 4)))
+    placement = place(job.fabric)
+    cut = PARTS.get("2x2") or PARTS.setdefault("2x2", jax.jit(make_parts_fn(job.layout, placement)))
     for (attempt, step), (is_whole, verified) in copies.items():
-        copy = copy_of(cut(*job.values(step)), job.layout, [0] * 4, 0, attempt, step, ["after", step], f"run {attempt}")
+        parts = cut(*job.values(step))
+        copy = copy_of(parts, job.layout, placement, 0, attempt, step, ["after", step], f"run {attempt}")
         if not is_whole:
-            copy = replace(copy, devices=copy.devices[1:], parts={name: rows[1:] for name, rows in copy.parts.items()})
+            copy = replace(copy, parts=copy.parts[1:], data=copy.data[1:])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("meshmend.jax.state.memory.KEPT", 99)
             job.keeper.memory.write(replace(copy, verified=min(verified, step)))
@@ -345,8 +348,10 @@ def test_hosts_that_recorded_different_steps_count_with_the_earlier(tmp_path: Pa
     job = Started(memory_every=0)
     layout = job.layout
 
-    def half(devices: tuple[int, ...], verified: int) -> Copy:
-        return Copy(1, 9, layout.outline, devices, {}, None, layout.copy_identity, "run", verified)
+    outline = replace(layout.outline, n_shares=4)
+
+    def half(parts: tuple[int, ...], verified: int) -> Copy:
+        return Copy(1, 9, outline, parts, [], None, layout.copy_identity, "run", verified)
 
     for one, other in ((3, 5), (5, 3)):
         offers = [[half((0, 1), one).offer(layout.copy_identity)], [half((2, 3), other).offer(layout.copy_identity)]]

@@ -36,6 +36,8 @@ from meshmend.jax.program import Program
 from meshmend.jax.state.gather import compile_gather
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import compile_cut
+from meshmend.jax.state.placement import place
+from meshmend.jax.state.redundancy import least_blocks
 from meshmend.jax.state.voting import compile_vote
 from meshmend.jax.training import TrainStep
 from meshmend.launch.failure import repeated_by_restarts
@@ -86,7 +88,7 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
         # An empty state, made of no parameter, would be compiled for one device, which other processes do not have.
         init = fabric.jit(training.init, keep_unused=True).lower(params, program).compile()
         step = lowered.compile()
-        layout.programs["cut"] = compile_cut(layout, params, state)
+        layout.programs["cut"] = compile_cut(layout, params, state, place(fabric, n_blocks=least_blocks(layout)))
         layout.programs["gather"] = compile_gather(layout)
         layout.programs["vote"] = compile_vote(fabric)
     return CompiledTrainStep(program, layout, _digest(lowered), init, step)

@@ -302,6 +302,7 @@ def _facts_of(fabric: Fabric) -> dict[str, Any]:
         "mesh": repr(sorted(fabric.mesh.to_dict().items())),
         "axes": (tuple(fabric.jax_mesh.axis_names), tuple(devices.shape), fabric.axes, fabric.batch_axes),
         "devices": [(int(device.id), int(device.process_index)) for device in devices.flat],
+        "domains": [fabric.domains[device.process_index] for device in devices.flat] if fabric.domains else [],
         "kind": (first.platform, first.device_kind, first.client.platform_version),
         "cpu": _cpu() if first.platform == "cpu" else "",
         "options": sorted(fabric.compiler_options.items()),

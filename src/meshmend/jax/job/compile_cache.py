@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from meshmend.files import who_else_writes
 
@@ -37,13 +38,14 @@ def use_compile_cache(folder: str | Path | None) -> None:
 
 
 def use_no_compile_cache() -> None:
-    """Let nothing be written to a compile cache or read from it, before anything is compiled.
+    """Let nothing be written to a compile cache or read from it, from now on.
 
     For jobs on CPU devices, which save what they compile. A program of XLA's for CPUs that was read from JAX's cache
-    cannot be written again: the file loads, and fails when it runs ("Function wrapped_broadcast not found"). Nor would
-    any process but the first find anything there, as JAX's keys differ between processes.
+    cannot be written again: the file lacks its functions, loads, and fails when it runs ("Function wrapped_broadcast
+    not found"). Nor would any process but the first find anything there, as JAX's keys differ between processes.
     """
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads that setting once, when it first compiles; a script may have done so
 
 
 def _who_else_writes(folder: Path) -> str:

@@ -187,8 +187,11 @@ class Session:
                 fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
                 if fabric is None or not fabric.mesh.is_connected:
                     continue
-                # The restarted job plans for what was measured, too.
-                fabric = replace(fabric, hardware=chips.hardware)
+                # The restarted job plans for what was measured, too, and hosts stay in their failure domains. Where
+                # hosts are given by their numbers, processes are numbered anew.
+                stay = [domain for host, domain in zip(losses, chips.domains, strict=False) if host != lost]
+                domains = chips.domains if self.hosts is None else tuple(stay)
+                fabric = replace(fabric, hardware=chips.hardware, domains=domains)
                 if self.cut is not None:
                     fabric = self.cut.of(fabric)
             except (MeshError, QuarantineError, RestartError):
@@ -339,8 +342,8 @@ def initialize(
         if not _knows_coordinates(host_index):
             hosts, numbers = _find_hosts(shape, host, host_index, launched, coordination)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
-        quarantined = agree_on_quarantine(quarantine, coordination, hosts)
-        fabric = find_fabric(shape, hosts, numbers, quarantined)
+        quarantined, domains = agree_on_quarantine(quarantine, coordination, hosts)
+        fabric = replace(find_fabric(shape, hosts, numbers, quarantined), domains=domains)
         if fabric.platform == "cpu":
             use_no_compile_cache()
         check_part(fabric, numbers, len(quarantined))

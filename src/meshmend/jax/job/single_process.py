@@ -99,7 +99,7 @@ def initialize_alone(
     launch = Launch("", 1, 0, launcher="no launcher", job=job)
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, round=0, process=0, host=0)
     coordination = Coordination(0, 1)
-    quarantined = agree_on_quarantine(quarantine, coordination)
+    quarantined, _ = agree_on_quarantine(quarantine, coordination)
     if quarantined:
         fabric = leave_out(fabric, quarantined, None)
         check_connected(fabric, (0,))

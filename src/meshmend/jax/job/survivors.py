@@ -18,19 +18,23 @@ import jax
 from meshmend.errors import MeshError, QuarantineError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.coordination import Coordination
+from meshmend.launch.environment import DOMAIN
 from meshmend.launch.hosts import Hosts
 from meshmend.quarantine import FaultLog, Quarantined, QuarantineList, enforce, untrusted
 from meshmend.quarantine.entries import cables_of, chips_of
 
+LONGEST_DOMAIN = 200
+"""Characters of a failure domain's name."""
 ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine clear DIR SUSPECT` takes it back."
 
 
 def agree_on_quarantine(
     folder: str | Path | None, coordination: Coordination, hosts: Hosts | None = None
-) -> tuple[Quarantined, ...]:
+) -> tuple[tuple[Quarantined, ...], tuple[str, ...]]:
     """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees.
 
-    What the fault log proves and the list does not have yet is added first: who should have done it may have died.
+    What the fault log proves and the list does not have yet is added first: who should have done it may have died. On
+    the same occasion, processes tell each other their failure domains, which are returned, too.
     """
     folder = folder or os.environ.get("MESHMEND_SHARED")
     # All processes ask for the devices, or none does: they wait for each other there.
@@ -42,28 +46,30 @@ def agree_on_quarantine(
         enforce(folder, hosts=hosts, n_chips=n_chips)
         return [entry.facts() for entry in QuarantineList(folder).active()]
 
-    return tuple(Quarantined.of(facts) for facts in _ask_first(listed, coordination))
+    entries, domains = _ask_first(listed, coordination, os.environ.get(DOMAIN, "")[:LONGEST_DOMAIN])
+    return tuple(Quarantined.of(facts) for facts in entries), tuple(domains) if any(domains) else ()
 
 
 def agree_on_untrusted(folder: Path, coordination: Coordination) -> list[tuple[int, int]]:
     """Return which states are not to be trusted, by the fault log that process 0 sees: see `untrusted`."""
-    pairs = _ask_first(lambda: untrusted(FaultLog(folder)), coordination)
+    pairs, _ = _ask_first(lambda: untrusted(FaultLog(folder)), coordination)
     return [(int(attempt), int(step)) for attempt, step in pairs]
 
 
-def _ask_first(read: Callable[[], list[Any]], coordination: Coordination) -> list[Any]:
-    """Return what process 0 reads, on every process; raise on all of them if it cannot."""
-    mine: dict[str, Any] = {}
+def _ask_first(
+    read: Callable[[], list[Any]], coordination: Coordination, word: str = ""
+) -> tuple[list[Any], list[str]]:
+    """Return what process 0 reads, on every process, and the words of all; raise on all of them if it cannot."""
+    mine: dict[str, Any] = {"word": word}
     if coordination.process == 0:
         try:
             mine["found"] = read()
         except (QuarantineError, OSError) as error:
             mine["error"] = f"{error}"[:2000]
-    answer = coordination.exchange(mine)[0]
-    if "error" in answer:
-        raise QuarantineError(answer["error"])
-    found: list[Any] = answer["found"]
-    return found
+    told = coordination.exchange(mine)
+    if "error" in told[0]:
+        raise QuarantineError(told[0]["error"])
+    return told[0]["found"], [str(one["word"]) for one in told]
 
 
 def find_fabric(

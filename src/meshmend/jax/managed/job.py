@@ -52,8 +52,9 @@ class Job:
     restart, and one that lost a chip is a hole.
 
     Hosts keep copies of the state in memory: by default as often as slows down training by at most 3 %, which the job
-    measures, or after every `memory_every` steps. Every `disk_every` steps and at the end there is a checkpoint in
-    `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); 0 leaves either out.
+    measures, or after every `memory_every` steps. A minute after each start, every `disk_every` from then on, and at
+    the end there is a checkpoint in `shared`, or where `disk` says (any path that Orbax takes, as in
+    "gs://bucket/job"). A number as `disk_every` is one of steps, from the first on. 0 leaves either out.
     Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
     that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
     path. `planner` is as in `meshmend.plan`; one that could not serve what the loss of a host would leave is refused at
@@ -88,7 +89,7 @@ class Job:
         planner: str | Planner = "auto",
         hardware: str | Hardware | None = None,
         memory_every: int | str = "auto",
-        disk_every: int = 100,
+        disk_every: int | str = "10min",
         disk: str | Path | None = None,
         start_from: str | Path | None = None,
         compile_ahead: bool = True,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
 import signal
 import time
 import weakref
@@ -19,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshmend.cost.units import parse_seconds
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.compiling import CompileAhead
@@ -38,8 +37,6 @@ from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper, fetch
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.memory import KEPT
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
 from meshmend.planning import PlanCache, Planner, StepDemands
@@ -51,8 +48,6 @@ IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
 MOST_LOSSES = 16
 """Losses for which a new job asks whether its planner serves them: on 9,000 chips a third of a second each."""
-CHECKED_COPIES = KEPT + 2
-"""Copies in memory of a job with checks: also the last verified one, and the one that is being checked."""
 
 _RUNS: weakref.WeakValueDictionary[Path, TrainingRun] = weakref.WeakValueDictionary()
 """The last run of each shared folder in this process."""
@@ -65,7 +60,7 @@ class RecoveryOptions:
     shared: SharedFolder
     planner: str | Planner
     memory_every: int | str
-    disk_every: int
+    disk_every: int | str
     compile_ahead: bool
     checks: Checks | None = None
     disk: str | Path = ""
@@ -76,11 +71,13 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         for name in ("memory_every", "disk_every"):
             value = getattr(self, name)
-            if name == "memory_every" and value == "auto":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                auto = ', or "auto"' if name == "memory_every" else ""
-                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never{auto}.")
+            if isinstance(value, str):
+                is_valid = value == "auto" if name == "memory_every" else parse_seconds(value) > 0
+            else:
+                is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not is_valid:
+                words = '"auto"' if name == "memory_every" else 'a time as in "10min"'
+                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never, or {words}.")
 
 
 class TrainingRun:
@@ -131,16 +128,13 @@ class TrainingRun:
             layout,
             memory_every=options.memory_every,
             disk=options.disk if options.disk_every else None,
-            disk_every=options.disk_every or 1,
+            disk_every=options.disk_every,
             start_from=options.start_from,
             # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
             untrusted=untrusted if untrusted or options.checks is not None else None,
         )
         self._checking: Checking | None = None
         try:
-            if options.memory_every:
-                n_copies = KEPT if options.checks is None else CHECKED_COPIES
-                check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
             params = model.put(session.fabric, self._compiled.program)
             with naming_the_writer(options.shared.path):
                 self.found = self._keeper.restore(
@@ -446,24 +440,3 @@ def check_losses(session: Session, demands: StepDemands) -> None:
                 "start. Use planner='auto', which takes a planner that serves what is left."
             )
             raise PlanError(refused.planner, refused.mesh_name, why, refused.alternatives)
-
-
-def copies_bytes(layout: StateLayout, n_hosts: int, n_copies: int) -> int:
-    """Return what so many copies of the state take in the memory of a host: of each its own part and another's."""
-    values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
-    return n_copies * values * min(2, n_hosts) // n_hosts
-
-
-def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = KEPT) -> None:
-    """Raise if the memory folder has no room for so many of a host's copies of the state at the same time."""
-    needed = copies_bytes(layout, n_hosts, n_copies)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    # An earlier run's copies are replaced one by one.
-    held = sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
-    room = shutil.disk_usage(there).free + held
-    if needed > room:
-        raise RestartError(
-            f"This host's copies of the state need {needed / 1e6:,.0f} MB in {folder}, which has room for "
-            f"{room / 1e6:,.0f} MB. Make it larger (in a container: a larger /dev/shm), name a folder with more room "
-            f"in MESHMEND_MEMORY, or leave the copies out, with Job(…, memory_every=0). This is process {os.getpid()}."
-        )

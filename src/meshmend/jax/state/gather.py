@@ -32,9 +32,9 @@ SMALLEST_ROW = 1 << 10
 T = TypeVar("T")
 Bytes = Annotated[NDArray[np.uint8], "uint8[N]"]
 Slice = tuple[int, int]
-"""A device of the mesh that wrote the copies, and the number of a slice of its part."""
+"""A part, and the number of a slice of it."""
 ReadPart = Callable[[int, int, int], bytes]
-"""From a device, a first byte and an end to these bytes of its part."""
+"""From a part, a first byte and an end to these bytes of it."""
 
 
 def overlaps(runs: Sequence[tuple[int, int, T]], start: int, stop: int) -> Iterator[tuple[int, int, int, T]]:
@@ -86,51 +86,52 @@ def aligned_empty(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class NeededParts:
-    """What this process needs of all devices' parts, which are as an outline describes them."""
+    """What this process needs of all parts, which are as an outline describes them."""
 
     def __init__(self, outline: Outline, layout: StateLayout) -> None:
         self.outline, self.layout, self.needed = outline, layout, Needed(layout)
         self._runs: dict[int, list[tuple[int, int, tuple[str, int]]]] = {}
-        """By device: first byte and length of each run of its part, and the vector and byte of it that it begins at."""
+        """By part: first byte and length of each run of it, and the vector and byte of that which it begins at."""
 
-    def _of(self, device: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+    def _of(self, part: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
         """Return what vectors have between two bytes of a part: name, first byte there, first byte here, and end."""
-        if device not in self._runs:
-            runs = self.outline.byte_runs(device)
-            self._runs[device] = [(at, length, (name, first)) for name, first, at, length in runs]
-        for low, high, at, (name, first) in overlaps(self._runs[device], start, stop):
+        if part not in self._runs:
+            runs = self.outline.byte_runs(part)
+            self._runs[part] = [(at, length, (name, first)) for name, first, at, length in runs]
+        for low, high, at, (name, first) in overlaps(self._runs[part], start, stop):
             yield name, first + low - at, low, high
 
-    def needs(self, device: int, start: int, stop: int) -> bool:
-        """Whether this process needs anything between two bytes of a device's part."""
-        found = self._of(device, start, stop)
+    def needs(self, part: int, start: int, stop: int) -> bool:
+        """Whether this process needs anything between two bytes of a part."""
+        found = self._of(part, start, stop)
         return any(True for name, first, low, high in found for _ in self.needed.of(name, first, first + high - low))
 
-    def put(self, device: int, start: int, data: Bytes) -> None:
-        """Take what is needed of bytes of a device's part, from its byte `start` on."""
-        for name, first, low, high in self._of(device, start, start + len(data)):
+    def put(self, part: int, start: int, data: Bytes) -> None:
+        """Take what is needed of bytes of a part, from its byte `start` on."""
+        for name, first, low, high in self._of(part, start, start + len(data)):
             for begin, end, into in self.needed.of(name, first, first + high - low):
                 at = low - start + begin - first
                 into[:] = data[at : at + end - begin]
 
     def wanted(self, has: Container[int]) -> str:
-        """Return which slices this process needs of the parts of devices that it does not have itself, as hex digits.
+        """Return which slices this process needs of parts that it does not have itself, as hex digits.
 
         That is one bit each, as the processes of a large job tell each other.
         """
-        slices = self.outline.slices
-        bits = np.zeros((self.outline.n_devices, len(slices)), bool)
-        for device in range(self.outline.n_devices):
-            if device not in has:
-                bits[device] = [self.needs(device, *ends) for ends in slices]
+        first = self.outline.first_slices
+        bits = np.zeros(first[-1], bool)
+        for part in range(self.outline.n_parts):
+            if part not in has:
+                bits[first[part] : first[part + 1]] = [self.needs(part, *ends) for ends in self.outline.slices(part)]
         return np.packbits(bits).tobytes().hex()
 
     def all_wanted(self, words: Iterable[str]) -> set[Slice]:
         """Return the slices that any process wants."""
-        n_slices = len(self.outline.slices)
+        first = self.outline.first_slices
         union = np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(word), np.uint8) for word in words])
-        numbers = np.flatnonzero(np.unpackbits(union)).tolist()
-        return {divmod(number, n_slices) for number in numbers}
+        numbers = np.flatnonzero(np.unpackbits(union))
+        parts = np.searchsorted(first, numbers, side="right") - 1
+        return {(part, number - first[part]) for part, number in zip(parts.tolist(), numbers.tolist(), strict=True)}
 
 
 def gather(
@@ -148,15 +149,15 @@ def gather(
     run, words = compiled or jitted, row_words(parts.layout)
     of_process: list[list[tuple[int, int, int]]] = [[] for _ in leaders]
     position = {int(leader.process_index): i for i, leader in enumerate(leaders)}
-    for device, which in sorted(sent_by):
-        of_process[position[sent_by[device, which]]].append((device, *parts.outline.slices[which]))
+    for part, which in sorted(sent_by):
+        of_process[position[sent_by[part, which]]].append((part, *parts.outline.slices(part)[which]))
     own = position[jax.process_index()]
-    longest = max(stop - start for start, stop in parts.outline.slices)
+    longest = max(stop - start for slices in of_process for _, start, stop in slices)
 
     def send(round_: GatherRound) -> jax.Array:
         row = np.zeros(words * 4, np.uint8)
-        for i, (device, start, stop) in enumerate(of_process[own][round_.first : round_.last]):
-            data = read(device, start + round_.at, min(stop, start + round_.at + round_.width))
+        for i, (part, start, stop) in enumerate(of_process[own][round_.first : round_.last]):
+            data = read(part, start + round_.at, min(stop, start + round_.at + round_.width))
             row[i * round_.width : i * round_.width + len(data)] = np.frombuffer(data, np.uint8)
         mine = jax.device_put(row.view(np.uint32)[None], leaders[own])
         sent: jax.Array = run(jax.make_array_from_single_device_arrays((len(leaders), words), sharding, [mine]))
@@ -166,10 +167,10 @@ def gather(
         wait_for(sent)
         rows = np.asarray(sent.addressable_shards[0].data).view(np.uint8)
         for row, slices in zip(rows, of_process, strict=True):
-            for i, (device, start, stop) in enumerate(slices[round_.first : round_.last]):
+            for i, (part, start, stop) in enumerate(slices[round_.first : round_.last]):
                 n_bytes = min(round_.width, stop - start - round_.at)
                 if n_bytes > 0:
-                    parts.put(device, start + round_.at, row[i * round_.width : i * round_.width + n_bytes])
+                    parts.put(part, start + round_.at, row[i * round_.width : i * round_.width + n_bytes])
 
     before: tuple[GatherRound, jax.Array] | None = None
     for round_ in rounds_of(max(map(len, of_process)), longest, words):

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.gather import NeededParts, gather
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
-from meshmend.jax.state.memory import Copy, HostMemory, PartReader
+from meshmend.jax.state.memory import KEPT, Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Outline
+from meshmend.jax.state.placement import place
+from meshmend.jax.state.redundancy import CHECKED_COPIES, Room, choose_blocks, look_for_room
 from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.trust import Trust
@@ -55,13 +57,14 @@ class Resumed:
 class Keeper:
     """Keeps a training state safe from the loss of a host, and restores it.
 
-    - **In memory**, after every `memory_every` steps: each host keeps the shards of its own devices and those of
-      another host's in files of `memory`, which outlive the process. By default that is a folder per job and host in
-      MESHMEND_MEMORY, or in /dev/shm. So the loss of one host loses only the steps since. "auto" measures what copies
-      cost, and keeps as many as slow down training by at most 3 %; one that is late is left out, and never waited for.
+    - **In memory**, after every `memory_every` steps: each host keeps what is replicated, the shards of its own devices
+      and those of another host's in files of `memory`, which outlive the process. By default that is a folder per job
+      and host in MESHMEND_MEMORY, or in /dev/shm. So failures of hosts lose only the steps since. "auto" measures what
+      copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, never waited for.
       A number of steps is a promise: where copies take longer, training waits for them.
-    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
-      losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
+    - **On disk**, every `disk_every` if `disk` names a folder: a time as in "10min", of which the first checkpoint
+      comes a minute after each start, or a number of steps. Orbax checkpoints, asynchronous. For
+      failures that memory does not cover: more hosts at once than the job says at its start. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
       waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
       alone reads them: they are the user's tree. What Orbax has saved of the same tree, a new job can `start_from`.
@@ -83,7 +86,7 @@ class Keeper:
         memory: str | Path | None = None,
         memory_every: int | str = 1,
         disk: str | Path | None = None,
-        disk_every: int = 100,
+        disk_every: int | str = "10min",
         disk_timeout_s: float = 30.0,
         start_from: str | Path | None = None,
         untrusted: Sequence[tuple[int, int]] | None = None,
@@ -111,8 +114,9 @@ class Keeper:
         self._trust = Trust.of(self._untrusted)
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
-        self._table = Timetable(0)
+        self._table = Timetable(0, disk_every=disk_every)
         self._ballot: Ballot | None = None
+        self._placement = place(layout.fabric)
         self._noted_interval = 0
         self._damaged: set[int] = set()
         self._kept_step = 0
@@ -158,6 +162,12 @@ class Keeper:
             self._trust = Trust.of(everybody[0]["untrusted"])
             self.attempt = max(self.session.launch.round, 1 + max(*attempts, self._trust.newest_attempt))
             self.session.timeline.facts["round"] = self.attempt
+            if self.memory_every:
+                n_copies = CHECKED_COPIES if self._trust.is_checked else KEPT
+                rooms = [Room(*held["room"]) for held in everybody]
+                self._placement = place(self.layout.fabric, n_blocks=choose_blocks(self.layout, rooms, n_copies))
+                outline = replace(self.layout.outline, n_shares=self._placement.n_shares)
+                facts["survives"] = self._placement.describe(outline)
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
             found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
@@ -170,9 +180,17 @@ class Keeper:
             facts |= {"source": found.source, "step": found.step}
             if self.checkpoints is not None:
                 facts["saved"] = self.checkpoints.saved_step
+        self._table = Timetable(
+            self.memory_every,
+            found.step,
+            disk_every=0 if self.checkpoints is None else self.disk_every,
+            leads=self.session.launch.process == 0,
+            shares_cores=self.layout.fabric.platform == "cpu",
+            copy_bytes=0 if found.source != "start" else self.layout.n_bytes_of_host(self.session.launch.n_processes),
+        )
+        self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
         if self.memory_every:
             with self.session.timeline.timed("compile"):
-                self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
                 self._mirror = Mirror(
                     self.layout,
                     self.memory,
@@ -181,14 +199,9 @@ class Keeper:
                     self.session.give_up,
                     run=str(everybody[0]["run"]),
                     vote=self._ballot,
+                    placement=self._placement,
                 )
                 self._mirror.compile(found.params, found.state)
-            self._table = Timetable(
-                self.memory_every,
-                found.step,
-                leads=self.session.launch.process == 0,
-                shares_cores=self.layout.fabric.platform == "cpu",
-            )
             if self._verified > 0:
                 self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
@@ -221,8 +234,8 @@ class Keeper:
         `pin` keeps it in memory, whatever `memory_every` says (unless that is 0), until it or a later pinned one is
         verified: for a step whose state is being checked.
 
-        A step whose copy is kept is committed, safe from the loss of any one host, as soon as all hosts have written
-        it. No host waits for confirmation: there is no later copy before that (`mirror`).
+        A step whose copy is kept is committed, safe from the failures that `Placement.describe` names, as soon as all
+        hosts have written it. No host waits for confirmation: there is no later copy before that (`mirror`).
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
@@ -240,8 +253,9 @@ class Keeper:
             self._tell_interval(step)
         elif self._ballot is not None and table.vote_due(step):
             table.voted(step, self._ballot(table.wishes()))
-        if self.checkpoints is not None and (save or step % self.disk_every == 0):
+        if self.checkpoints is not None and (save or table.save_due(step)):
             self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
+            table.saved(step)
 
     def keep_last(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
         """Keep the state in memory, if that was not done: for a loop that was left, on all processes alike."""
@@ -351,6 +365,7 @@ class Keeper:
         if self.memory_every:
             try:
                 self.memory.lock.take()
+                mine["room"] = look_for_room(self.memory.folder, self.layout)
                 if self._has_default_folder:
                     for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))
@@ -429,7 +444,7 @@ class Keeper:
         """
         launch = self.session.launch
         absent = sorted(source.hosts - {*self.session.host_of_process})
-        missing = f"{source} lack {source.n_devices - len(source.holders)} of {source.n_devices} parts"
+        missing = f"{source} lack {source.n_parts - len(source.holders)} of {source.n_parts} parts"
         if not absent:
             return missing
         only = f"{missing}, which only {name_hosts(absent)} {'has' if len(absent) == 1 else 'have'}"
@@ -478,7 +493,7 @@ class Keeper:
         told = exchange(word)[first]
         parts = NeededParts(Outline.from_json(told["outline"]), self.layout)
         while source.is_whole:
-            has = [device for device, processes in source.holders.items() if me in processes]
+            has = [part for part, processes in source.holders.items() if me in processes]
             provides = [one for one, process in source.providers.items() if process == me]
             with contextlib.ExitStack() as files:
                 reader: PartReader | None = None
@@ -551,17 +566,17 @@ def _take_own(
 ) -> dict[str, Any]:
     """Take what is needed of the parts that this process has, and check what it may send to others.
 
-    Returns of which devices the parts are damaged, and why, or "": others then send what was taken of those.
+    Returns which parts are damaged, and why, or "": others then send what was taken of those.
     """
-    why, damaged, slices = "", list[int](), parts.outline.slices
-    for device in has:
-        needed = [which for which, ends in enumerate(slices) if parts.needs(device, *ends)]
+    why, damaged = "", list[int]()
+    for part in has:
+        needed = [which for which, ends in enumerate(parts.outline.slices(part)) if parts.needs(part, *ends)]
         try:
-            for which in sorted({*needed, *(which for one, which in provides if one == device)}):
-                for at, block in reader.blocks(device, which):
+            for which in sorted({*needed, *(which for one, which in provides if one == part)}):
+                for at, block in reader.blocks(part, which):
                     if which in needed:
-                        parts.put(device, at, np.frombuffer(block, np.uint8))
+                        parts.put(part, at, np.frombuffer(block, np.uint8))
         except (OSError, RestartError) as error:
             why = str(error)
-            damaged.append(device)
+            damaged.append(part)
     return {"why": why, "damaged": damaged}

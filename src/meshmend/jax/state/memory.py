@@ -1,19 +1,19 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
 A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
-all of them hold: that of the header when copies are listed, that of a slice of a device's part when it is read. Where
+all of them hold: that of the header when copies are listed, that of a slice of a part when it is read. Where
 the job has a secret, the header is signed, too: what another job has left here is refused. The newest two are kept, and
 those of pinned steps: the last verified one, and the next that may be. A power cut loses them; other hosts' copies
 cover that.
 
-A file has MAGIC, a line with length, digest and signature of the header, the header, and one device's part after the
-other.
+A file has MAGIC, a line with length, digest and signature of the header, the header, and one part after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -34,11 +34,11 @@ from meshmend.errors import RestartError
 from meshmend.jax.collectives import Tree
 from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.outline import SLICES, Outline
+from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.signing import file_key, is_signed, signature
 
-MAGIC = b"meshmend state 7\n"
+MAGIC = b"meshmend state 8\n"
 KEPT = 2
 """Copies that are kept. No host has the data of a copy before every host has written the one before (`mirror`): the
 one before that can go, and its memory is used again."""
@@ -58,25 +58,25 @@ UNSIGNED = "-"
 
 @dataclass(frozen=True)
 class Copy:
-    """What one host keeps of one step: the parts of its own devices, and those of another host's.
+    """What one host keeps of one step: parts of the state, as its outline numbers them.
 
-    `parts` has for each dtype what each device has of it, in the order of `devices`; it is empty where only the header
-    was read. `run` is a random name that all hosts of one attempt share: copies are of one state only if it is the
-    same, whatever attempt and step they claim.
+    `data` has the arrays of each part, one per dtype; it is empty where only the header was read. `run` is a random
+    name that all hosts of one attempt share: copies are of one state only if it is the same, whatever attempt and step
+    they claim.
     """
 
     attempt: int
     step: int
     outline: Outline
-    devices: tuple[int, ...]
-    parts: dict[str, list[NDArray[Any]]]
+    parts: tuple[int, ...]
+    data: list[list[NDArray[Any]]]
     extra: Tree
     identity: Identity
     run: str
     verified: int = UNCHECKED
     """The last step that was verified when this was kept, 0 if none was; `UNCHECKED` if nothing checks the job."""
     checksums: tuple[int, ...] = ()
-    """CRC-32 of each slice of each device's part, if it was read."""
+    """CRC-32 of each slice of each part, if it was read."""
     hosts: tuple[int, ...] = ()
     """Numbers of all hosts of the attempt: between them they had all parts."""
     path: Path = Path()
@@ -87,6 +87,23 @@ class Copy:
     def name(self) -> str:
         """The copy's file name."""
         return f"{self.attempt:06d}-{self.step:012d}"
+
+    @cached_property
+    def starts(self) -> dict[int, int]:
+        """First byte of each part, from the first part's on."""
+        sizes = [self.outline.part_bytes(part) for part in self.parts]
+        return dict(zip(self.parts, itertools.accumulate(sizes, initial=0), strict=False))
+
+    @cached_property
+    def first_checksums(self) -> dict[int, int]:
+        """For each part the place of its first slice among all checksums."""
+        numbers = [len(self.outline.slices(part)) for part in self.parts]
+        return dict(zip(self.parts, itertools.accumulate(numbers, initial=0), strict=False))
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.outline.part_bytes(part) for part in self.parts)
 
     @cached_property
     def generation(self) -> str:
@@ -102,8 +119,10 @@ class Copy:
             "kind": "memory",
             "generation": self.generation,
             "differs": identity.difference(self.identity),
-            "n_devices": self.outline.n_devices,
-            "devices": list(self.devices),
+            "slices": [len(self.outline.slices(part)) for part in (0, self.outline.n_parts - 1)],
+            "shares": self.outline.n_all_shares,
+            "n_parts": self.outline.n_parts,
+            "parts": list(self.parts),
             "verified": self.verified,
             "run": self.run,
             "hosts": list(self.hosts),
@@ -135,7 +154,7 @@ class HostMemory:
         except OSError as error:
             raise RestartError(
                 f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds "
-                f"{KEPT + len(self.pinned)} copies of {len(copy.devices) * copy.outline.part_bytes} bytes: "
+                f"{KEPT + len(self.pinned)} copies of {copy.n_bytes} bytes: "
                 "make room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
                 step=copy.step,
             ) from error
@@ -151,12 +170,13 @@ class HostMemory:
             "run": copy.run,
             "identity": copy.identity.as_json(),
             "outline": copy.outline.as_json(),
-            "devices": copy.devices,
+            "parts": copy.parts,
             "extra": copy.extra,
             "verified": copy.verified,
             "hosts": self.hosts,
         }
-        begin, n_bytes = len(_header(facts, [0] * len(copy.devices) * SLICES)), copy.outline.part_bytes
+        slices = [(number, part, ends) for number, part in enumerate(copy.parts) for ends in copy.outline.slices(part)]
+        begin = len(_header(facts, [0] * len(slices)))
         unfinished = self.folder / "unfinished"
         spare = self._superseded(sorted({*self._files(), self.folder / copy.name}))
         # The memory of a superseded copy is reused: fresh pages would have to be cleared first.
@@ -167,23 +187,21 @@ class HostMemory:
             _remove(unfinished)
         with unfinished.open("r+b" if unfinished.exists() else "wb", buffering=0) as file:
 
-            def write_slice(number: int) -> int:
-                position, which = divmod(number, SLICES)
-                parts = [rows[position] for rows in copy.parts.values()]
-                return _write_slice(file.fileno(), begin + position * n_bytes, parts, *copy.outline.slices[which])
+            def write_slice(one: tuple[int, int, tuple[int, int]]) -> int:
+                number, part, ends = one
+                return _write_slice(file.fileno(), begin + copy.starts[part], copy.data[number], *ends)
 
-            n_slices = len(copy.devices) * SLICES
-            if len(copy.devices) * n_bytes < SHARED_FROM_BYTES:
-                checksums = [write_slice(number) for number in range(n_slices)]
+            if copy.n_bytes < SHARED_FROM_BYTES:
+                checksums = list(map(write_slice, slices))
             else:
                 with ThreadPoolExecutor(WRITERS, "meshmend-copy") as threads:
-                    checksums = list(threads.map(write_slice, range(n_slices)))
+                    checksums = list(threads.map(write_slice, slices))
             file.write(_header(facts, checksums))
-            file.truncate(begin + len(copy.devices) * n_bytes)
+            file.truncate(begin + copy.n_bytes)
         unfinished.replace(self.folder / copy.name)
         for old in self._superseded(self._files()):
             _remove(old)
-        return begin + len(copy.devices) * n_bytes
+        return begin + copy.n_bytes
 
     def read(self) -> tuple[list[Copy], list[RestartError]]:
         """Return all copies whose headers are whole, oldest first, and what is wrong with the others."""
@@ -266,7 +284,7 @@ def _write_slice(file: int, begin: int, parts: list[NDArray[Any]], start: int, s
 
 
 class PartReader:
-    """Reads the parts of devices from a copy's file, and nothing else of it."""
+    """Reads parts from a copy's file, and nothing else of it."""
 
     def __init__(self, copy: Copy) -> None:
         self.copy = copy
@@ -278,24 +296,23 @@ class PartReader:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def read(self, device: int, start: int, stop: int) -> bytes:
-        """Return bytes of a device's part; fewer at its end."""
-        n_bytes = self.copy.outline.part_bytes
-        at = self.copy.first_byte + self.copy.devices.index(device) * n_bytes
+    def read(self, part: int, start: int, stop: int) -> bytes:
+        """Return bytes of a part; fewer at its end."""
+        at, n_bytes = self.copy.first_byte + self.copy.starts[part], self.copy.outline.part_bytes(part)
         return os.pread(self._file, max(0, min(stop, n_bytes) - start), at + start)
 
-    def blocks(self, device: int, which: int) -> Iterator[tuple[int, bytes]]:
-        """Return a slice of a device's part in blocks, each with its first byte.
+    def blocks(self, part: int, which: int) -> Iterator[tuple[int, bytes]]:
+        """Return a slice of a part in blocks, each with its first byte.
 
         Raises `RestartError` at the end if it is not as it was written: then nothing of it may be used.
         """
-        checksum, (start, stop) = 0, self.copy.outline.slices[which]
+        checksum, (start, stop) = 0, self.copy.outline.slices(part)[which]
         n_bytes = 0
         for at in range(start, stop, BLOCK_BYTES):
-            block = self.read(device, at, min(stop, at + BLOCK_BYTES))
+            block = self.read(part, at, min(stop, at + BLOCK_BYTES))
             checksum, n_bytes = zlib.crc32(block, checksum), n_bytes + len(block)
             yield at, block
-        expected = self.copy.checksums[self.copy.devices.index(device) * SLICES + which]
+        expected = self.copy.checksums[self.copy.first_checksums[part] + which]
         if checksum != expected or n_bytes != stop - start:
             raise RestartError(
                 f"{self.copy.path} is damaged: state checksum mismatch: expected {expected:08x}, got {checksum:08x}.",
@@ -343,9 +360,8 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         outline = Outline.from_json(facts["outline"])
         identity = Identity.from_json(facts["identity"])
         attempt, step, run = int(facts["attempt"]), int(facts["step"]), str(facts["run"])
-        devices = tuple(int(device) for device in facts["devices"])
+        parts = tuple(int(part) for part in facts["parts"])
         outline.check()
-        n_bytes = len(devices) * outline.part_bytes
         checksums = tuple(int(checksum, 16) for checksum in facts["checksums"])
         extra = facts["extra"]
         verified = int(facts["verified"])
@@ -359,24 +375,26 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         attempt,
         step,
         outline,
-        devices,
-        {},
+        parts,
+        [],
         extra,
         identity,
         run,
         verified,
         checksums,
         hosts,
-        path,
+        path=path,
         first_byte=first_byte,
     )
     if copy.name != path.name.removesuffix(ASIDE):
         raise RestartError(f"{path} is damaged: its header says {copy.name}; it is another copy's file.", step=step)
-    are_distinct = len(set(devices)) == len(devices) and len(devices) * SLICES == len(checksums)
-    if not are_distinct or not all(0 <= device < outline.n_devices for device in devices):
-        raise RestartError(f"{path} is damaged: its parts are not those of its devices.", step=step)
-    if size - first_byte != n_bytes:
-        raise RestartError(f"{path} is damaged: expected {n_bytes} bytes of state, got {size - first_byte}.", step=step)
+    if len(set(parts)) != len(parts) or not all(0 <= part < outline.n_parts for part in parts):
+        raise RestartError(f"{path} is damaged: its parts are not those of its state.", step=step)
+    if len(checksums) != sum(len(outline.slices(part)) for part in parts):
+        raise RestartError(f"{path} is damaged: it has {len(checksums)} checksums, not one for each slice.", step=step)
+    if size - first_byte != copy.n_bytes:
+        got = size - first_byte
+        raise RestartError(f"{path} is damaged: expected {copy.n_bytes} bytes of state, got {got}.", step=step)
     return copy
 
 

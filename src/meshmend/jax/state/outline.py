@@ -1,12 +1,16 @@
-"""A job's state independent of any mesh: flat vectors of elements, and which of them each device holds.
+"""A job's state independent of any mesh: flat vectors of elements, and which of them each part of a copy holds.
 
 Which chunk of a sharded state lies on which chip depends on the plan, and so on the hole. An `Outline` says where the
-elements of every device's part belong in vectors that are the same for every mesh: the replicated arrays of one dtype
+elements of every part belong in vectors that are the same for every mesh: the replicated arrays of one dtype
 one after the other, and for each sharded array the elements of its weights in order. From those, any other mesh's
 parts are cut. Bits are moved, never computed with.
 
+Parts are of two kinds. A *share* is a piece of all replicated arrays, which any chip can cut; there are `n_shares`. The
+*shards* of a device are what it alone has. Parts are numbered: first the shares, then the shards of each device.
+
 Where a model is split inside tiles, each slot of a tile has shards of its own, and tiles have them alike. Vectors then
-have the shards of one slot after the other, whichever tiles there are and wherever they lie.
+have the shards of one slot after the other, whichever tiles there are and wherever they lie, and each slot has
+`n_shares` of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ import numpy as np
 from meshmend.errors import RestartError
 
 SLICES = 8
-"""Slices of a device's part."""
+"""Slices of a part, at least."""
+MOST_SLICES = 1024
+"""Slices of all shares of a slot together: many hosts send them at a restart, and each has a checksum of its own."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class Outline:
     sharded: tuple[ShardedArray, ...]
     devices_per_tile: int = 1
     """Devices of a tile, whose shards differ."""
+    n_shares: int = 1
+    """Shares that the replicated arrays of each slot are cut into."""
 
     @cached_property
     def dtypes(self) -> list[str]:
@@ -86,25 +94,69 @@ class Outline:
         """Elements of the replicated arrays that each device writes to disk."""
         return -(-self.n_replicated(dtype) * self.devices_per_tile // self.n_devices)
 
+    @property
+    def n_all_shares(self) -> int:
+        """Shares of all slots: the parts with smaller numbers."""
+        return self.devices_per_tile * self.n_shares
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of a copy; where nothing is sharded, there are shares alone."""
+        return self.n_all_shares + (self.n_devices if self.sharded else 0)
+
+    def share_part(self, slot: int, share: int) -> int:
+        """Return the number of a share of a slot of a tile."""
+        return slot * self.n_shares + share
+
+    def shards_part(self, device: int) -> int:
+        """Return the number of a device's shards."""
+        return self.n_all_shares + device
+
     def shares(self, dtype: str) -> list[int]:
-        """Elements of each replicated array that are in a device's part: a share of every one of them."""
-        return [-(-size * self.devices_per_tile // self.n_devices) for size in self.replicated.get(dtype, ())]
+        """Elements of each replicated array that are in a share: a piece of every one of them."""
+        return [-(-size // self.n_shares) for size in self.replicated.get(dtype, ())]
 
-    def part_size(self, dtype: str) -> int:
-        """Elements of a device's part."""
-        rows = sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
-        return sum(self.shares(dtype)) + rows
+    def share_size(self, dtype: str) -> int:
+        """Elements of a share."""
+        return sum(self.shares(dtype))
+
+    def shards_size(self, dtype: str) -> int:
+        """Elements of a device's shards."""
+        return sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
+
+    def part_size(self, part: int, dtype: str) -> int:
+        """Elements of a part."""
+        return self.share_size(dtype) if part < self.n_all_shares else self.shards_size(dtype)
 
     @cached_property
-    def part_bytes(self) -> int:
-        """Bytes of a device's part: of one dtype after the other."""
-        return sum(self.part_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
+    def share_bytes(self) -> int:
+        """Bytes of a share: of one dtype after the other."""
+        return sum(self.share_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
 
     @cached_property
-    def slices(self) -> list[tuple[int, int]]:
+    def shards_bytes(self) -> int:
+        """Bytes of a device's shards."""
+        return sum(self.shards_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
+
+    def part_bytes(self, part: int) -> int:
+        """Bytes of a part."""
+        return self.share_bytes if part < self.n_all_shares else self.shards_bytes
+
+    @cached_property
+    def _slices(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        # Of few large shares there are as many slices as if there were one share per tile.
+        n_tiles = self.n_devices // self.devices_per_tile
+        n_slices = max(SLICES, min(SLICES * n_tiles, MOST_SLICES) // self.n_shares)
+        return _cut(self.share_bytes, n_slices), _cut(self.shards_bytes, SLICES)
+
+    def slices(self, part: int) -> list[tuple[int, int]]:
         """First byte and end of the slices of a part: what is summed, asked for and sent by itself."""
-        ends = [self.part_bytes * i // SLICES for i in range(SLICES + 1)]
-        return list(itertools.pairwise(ends))
+        return self._slices[part >= self.n_all_shares]
+
+    @cached_property
+    def first_slices(self) -> list[int]:
+        """For each part the number of its first slice, and at the end that of all slices."""
+        return [0, *itertools.accumulate(len(self.slices(part)) for part in range(self.n_parts))]
 
     @property
     def vectors(self) -> dict[str, tuple[str, int]]:
@@ -115,21 +167,24 @@ class Outline:
             f"sharded {i}": (array.dtype, n * array.n_layers * array.size) for i, array in enumerate(self.sharded)
         }
 
-    def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
-        """Return where a device's part belongs: (vector, first element of it, first element of the part, length).
+    def runs(self, part: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
+        """Return where a part belongs: (vector, first element of it, first element of the part, length).
 
-        Of replicated arrays, the last devices' shares overlap where they are not equal otherwise.
+        The last shares overlap where they would not be equal otherwise.
         """
-        tile, slot = divmod(device, self.devices_per_tile)
-        start, at = slot * self.n_replicated(dtype), 0
-        for size, share in zip(self.replicated.get(dtype, ()), self.shares(dtype), strict=True):
-            if share:
-                yield f"replicated {dtype}", start + min(tile * share, size - share), at, share
-            start, at = start + size, at + share
+        at = 0
+        if part < self.n_all_shares:
+            slot, number = divmod(part, self.n_shares)
+            start = slot * self.n_replicated(dtype)
+            for size, share in zip(self.replicated.get(dtype, ()), self.shares(dtype), strict=True):
+                if share:
+                    yield f"replicated {dtype}", start + min(number * share, size - share), at, share
+                start, at = start + size, at + share
+            return
         for i, array in enumerate(self.sharded):
             if array.dtype != dtype:
                 continue
-            for row, start, length in self.rows(i, device):
+            for row, start, length in self.rows(i, part - self.n_all_shares):
                 yield f"sharded {i}", start, at + row * array.chunk, length
             at += array.n_layers * self.n_rows * array.chunk
 
@@ -164,27 +219,20 @@ class Outline:
     def _owners(self) -> dict[int, int]:
         return {chunk: chip for chip, row in enumerate(self.owned) for chunk in row}
 
-    def byte_runs(self, device: int) -> Iterator[tuple[str, int, int, int]]:
+    def byte_runs(self, part: int) -> Iterator[tuple[str, int, int, int]]:
         """Return `runs` of all dtypes in bytes, in the order of the part: (vector, first byte of it, at, length)."""
         before = 0
         for dtype in self.dtypes:
             size = dtype_named(dtype).itemsize
-            for name, start, at, length in self.runs(device, dtype):
+            for name, start, at, length in self.runs(part, dtype):
                 yield name, start * size, before + at * size, length * size
-            before += self.part_size(dtype) * size
+            before += self.part_size(part, dtype) * size
 
     def as_json(self) -> dict[str, Any]:
         """Return the outline as plain values."""
-        facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
-        if self.devices_per_tile > 1:
-            facts["devices_per_tile"] = self.devices_per_tile
-        # A stack says so; what is none is written as it was before there were any.
-        return facts | {
-            "sharded": [
-                (array.dtype, array.size, array.chunk, *([array.n_layers] if array.n_layers != 1 else []))
-                for array in self.sharded
-            ]
-        }
+        names = ("n_devices", "n_cores", "total_chunks", "owned", "replicated", "devices_per_tile", "n_shares")
+        sharded = [(array.dtype, array.size, array.chunk, array.n_layers) for array in self.sharded]
+        return {name: getattr(self, name) for name in names} | {"sharded": sharded}
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Outline:
@@ -196,11 +244,12 @@ class Outline:
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
             replicated={str(dtype): tuple(map(int, sizes)) for dtype, sizes in facts["replicated"].items()},
             sharded=tuple(ShardedArray(str(dtype), *map(int, numbers)) for dtype, *numbers in facts["sharded"]),
-            devices_per_tile=int(facts.get("devices_per_tile", 1)),
+            devices_per_tile=int(facts["devices_per_tile"]),
+            n_shares=int(facts["n_shares"]),
         )
 
     def check(self) -> None:
-        """Raise `RestartError` unless the parts of all devices together are every element, once."""
+        """Raise `RestartError` unless all parts together are every element."""
         if min(self.n_cores, self.devices_per_tile) < 1 or self.n_devices != self.n_cores * self.devices_per_tile * len(
             self.owned
         ):
@@ -208,6 +257,8 @@ class Outline:
             raise RestartError(
                 f"expected {tiles}{self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
             )
+        if not 1 <= self.n_shares <= self.n_devices:
+            raise RestartError(f"expected 1 to {self.n_devices} shares, got {self.n_shares}")
         if len({len(row) for row in self.owned}) != 1:
             raise RestartError("expected chips with room for equally many chunks")
         chunks = sorted(chunk for row in self.owned for chunk in row if chunk != self.total_chunks)
@@ -226,3 +277,8 @@ class Outline:
     def digest(self) -> str:
         """A name for the content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cut(n_bytes: int, n_slices: int) -> list[tuple[int, int]]:
+    ends = [n_bytes * i // n_slices for i in range(n_slices + 1)]
+    return list(itertools.pairwise(ends))

@@ -6,6 +6,7 @@ and all move on to the next if it fails on any of them.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from meshmend.errors import RestartError
-from meshmend.jax.state.outline import SLICES
 
 UNCHECKED = -1
 """What is recorded as the last verified step of a job that nothing checks. Nobody knows more about its states: a later
@@ -31,7 +31,11 @@ class Source:
     """Names this state and no other: that of the copies, or the checksum of a checkpoint's facts."""
     differs: str = ""
     """Where its identity first differs from that of this job's state; "" if it is the same."""
-    n_devices: int = 0
+    n_parts: int = 0
+    n_shares: int = 0
+    """In memory: parts that are shares, which come first."""
+    slices: tuple[int, int] = (0, 0)
+    """In memory: slices of each share, and of each device's shards."""
     verified: int = UNCHECKED
     """The last step that was verified when it was written."""
     run: str = ""
@@ -39,31 +43,38 @@ class Source:
     hosts: frozenset[int] = frozenset()
     """In memory: numbers of the hosts that had all parts between them."""
     holders: dict[int, list[int]] = field(default_factory=dict)
-    """In memory: for each device of the mesh that wrote the copies, the processes that have its part."""
+    """In memory: for each part the processes that have it."""
 
     @property
     def is_whole(self) -> bool:
         """Whether the processes have all parts between them."""
-        return len(self.holders) == self.n_devices
+        return len(self.holders) == self.n_parts
 
     @cached_property
     def providers(self) -> dict[tuple[int, int], int]:
-        """For each device and slice of its part, the process that may send it to others: all of them about as many."""
-        found, n_slices = dict[tuple[int, int], int](), Counter[int]()
-        for which in range(SLICES):
-            for device in sorted(self.holders, key=lambda device: (len(self.holders[device]), device)):
-                process = min(self.holders[device], key=lambda process: (n_slices[process], process))
-                found[device, which] = process
-                n_slices[process] += 1
+        """For each part and slice of it, the process that may send it to others: all of them about as many."""
+        found, n_sent = dict[tuple[int, int], int](), Counter[int]()
+        # By those who have a part: how many slices each of them sends, and who; what is outdated is put in order later.
+        queues = {tuple(processes): [(0, process) for process in processes] for processes in self.holders.values()}
+        parts = sorted(self.holders, key=lambda part: (len(self.holders[part]), part))
+        for which in range(max(self.slices)):
+            for part in parts:
+                if which >= self.slices[part >= self.n_shares]:
+                    continue
+                queue = queues[tuple(self.holders[part])]
+                while queue[0][0] < n_sent[queue[0][1]]:
+                    heapq.heapreplace(queue, (n_sent[queue[0][1]], queue[0][1]))
+                process = found[part, which] = queue[0][1]
+                n_sent[process] += 1
         return found
 
     def without(self, damaged: Mapping[int, Sequence[int]]) -> Source:
-        """Return the source without the parts of devices that are damaged on these processes."""
+        """Return the source without the parts that are damaged on these processes."""
         left = {
-            device: [process for process in processes if device not in damaged.get(process, ())]
-            for device, processes in self.holders.items()
+            part: [process for process in processes if part not in damaged.get(process, ())]
+            for part, processes in self.holders.items()
         }
-        return replace(self, holders={device: processes for device, processes in left.items() if processes})
+        return replace(self, holders={part: processes for part, processes in left.items() if processes})
 
     def __str__(self) -> str:
         where = "the copies in memory" if self.kind == "memory" else "the checkpoint on disk"
@@ -97,7 +108,9 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     kind="memory" if key[2] == "memory" else "disk",
                     generation=key[3],
                     differs=str(offer["differs"]),
-                    n_devices=int(offer.get("n_devices", 0)),
+                    n_parts=int(offer.get("n_parts", 0)),
+                    n_shares=int(offer.get("shares", 0)),
+                    slices=(int(offer.get("slices", (0, 0))[0]), int(offer.get("slices", (0, 0))[1])),
                     verified=int(offer["verified"]),
                     run=str(offer.get("run", "")),
                     hosts=frozenset(int(host) for host in offer.get("hosts", ())),
@@ -105,6 +118,6 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
             )
             if int(offer["verified"]) < source.verified:
                 found[key] = source = replace(source, verified=int(offer["verified"]))
-            for device in offer.get("devices", ()):
-                source.holders.setdefault(int(device), []).append(process)
+            for part in offer.get("parts", ()):
+                source.holders.setdefault(int(part), []).append(process)
     return [found[key] for key in sorted(found, reverse=True)]

@@ -1,4 +1,4 @@
-"""When a job keeps copies of its state in memory: after which steps.
+"""When a job keeps its state: after which steps it copies it in memory, and begins a checkpoint on disk.
 
 All processes must do the same after the same step, but each has its own clock. So they vote: after some steps, every
 process says what it wants, one small collective finds the largest wish of all, and a few steps later, when the result
@@ -7,7 +7,11 @@ rare, votes between them, about one per second.
 
 A copy costs the seconds that devices take to cut it and, where they share the host's cores with the thread that writes
 it, the seconds of writing. The next copy comes after 33 times as long, so that copies take 3 % of the time. The
-caller's own code is never part of it.
+caller's own code is never part of it. The first copy of a new job comes after as long, by an estimate: at step 4 it
+would cost more than those steps are worth. After a restart it comes at once, as the lost host's copies are gone.
+
+A checkpoint is due after a number of steps, or by time. By time, the first comes a minute after each start, when there
+is something to lose. Each process has its own clock for it, and the vote says whether one of them finds it due.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
+
+from meshmend.cost.units import parse_seconds
 
 LARGEST_SLOWDOWN = 0.03
 """How much copies may slow down training: the share of its time that they cost."""
@@ -30,8 +36,15 @@ KNOWN_AFTER = 3
 under way."""
 VOTE_EVERY_S = 1.0
 """Seconds between votes."""
+COPIED_BYTES_PER_S = 4e8
+"""How fast devices that share the host's cores cut and write a copy, until that is measured: two hosts, each with two
+devices and a core, took 1.4 to 1.9 s of CPU time for 302 MB."""
+CHEAP_S = 0.01
+"""A first copy that is expected to cost less is not put off."""
 REMEMBERED = 3
 """Copies whose cost is taken into account."""
+FIRST_SAVE_S = 60.0
+"""Seconds from the first step of a start to its first checkpoint, where these are due by time."""
 LARGE_LOSS_S = 60.0
 """From so much training that the failure of a host would cost, people are told."""
 NEVER = 1 << 30
@@ -47,6 +60,8 @@ class Wishes(NamedTuple):
     """Steps between copies."""
     vote_in: int = 0
     """Steps to the next vote."""
+    save: int = 0
+    """Whether a checkpoint is due when this vote is known."""
 
 
 Outcome = Callable[[], Wishes]
@@ -65,9 +80,12 @@ class CopyCost(NamedTuple):
 class Timetable:
     """Decides after which steps copies are kept: after every `memory_every`, or, if that is "auto", as they cost.
 
-    Call `tick` once after each step, `voted` after each vote, and `copied` after each copy; every process calls them
-    alike. `shares_cores` says whether the thread that writes copies takes the devices' own cores. `leads` is for
-    process 0.
+    And after which steps there are checkpoints: after every `disk_every`, or, if that is a time as in "10min", as soon
+    as all processes know that it has passed on one of them.
+
+    Call `tick` once after each step, `voted` after each vote, `copied` after each copy, and `saved` after each
+    checkpoint; every process calls them alike. `shares_cores` says whether the thread that writes copies takes the
+    devices' own cores; then `copy_bytes` of a new job say what its first copy may cost. `leads` is for process 0.
     """
 
     def __init__(
@@ -75,18 +93,26 @@ class Timetable:
         memory_every: int | str,
         step: int = 0,
         *,
+        disk_every: int | str = 0,
         leads: bool = True,
         shares_cores: bool = True,
+        copy_bytes: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_auto = memory_every == "auto"
-        self.every = FIRST_AFTER if isinstance(memory_every, str) else memory_every
+        self._expected_s = shares_cores * copy_bytes / COPIED_BYTES_PER_S
+        first_after = FIRST_AFTER if self._expected_s < CHEAP_S else NEVER
+        self.every = first_after if isinstance(memory_every, str) else memory_every
         """Steps between copies, as all processes have agreed."""
         self._leads = leads
         self._shares_cores = shares_cores
         self._clock = clock
         self._copied, self._has_copied = step, False
-        self._next_vote = step + FIRST_AFTER if self.is_auto else NEVER
+        self._disk_every = disk_every if isinstance(disk_every, int) else 0
+        self._disk_every_s = parse_seconds(disk_every) if isinstance(disk_every, str) else math.inf
+        self._save_due_at, self._saved, self._saves_now = math.inf, step, False
+        self._has_votes = self.is_auto or isinstance(disk_every, str)
+        self._next_vote = step + FIRST_AFTER if self._has_votes else NEVER
         self._vote_in = FIRST_AFTER
         self._votes: deque[tuple[int, Outcome]] = deque()
         """Step and outcome of the votes that nobody has looked at."""
@@ -104,6 +130,9 @@ class Timetable:
         now = self._clock()
         if self._n_ticks:
             self._steps.append(now - self._ticked)
+        else:
+            self._save_due_at = now + min(FIRST_SAVE_S, self._disk_every_s)
+        self._saves_now = False
         self._ticked, self._n_ticks = now, self._n_ticks + 1
         while self._votes and self._votes[0][0] + KNOWN_AFTER <= step:
             at, outcome = self._votes.popleft()
@@ -111,6 +140,7 @@ class Timetable:
             self._vote_in = max(1, agreed.vote_in)
             self._next_vote = min(self._next_vote, at + self._vote_in)
             self.every = agreed.every if self.is_auto else self.every
+            self._saves_now |= bool(agreed.save) and at > self._saved
 
     def copy_due(self, step: int) -> bool:
         """Whether to keep a copy after this step."""
@@ -122,25 +152,34 @@ class Timetable:
         """Whether to vote after this step, where there is no copy, which comes with a vote."""
         return step >= self._next_vote
 
+    def save_due(self, step: int) -> bool:
+        """Whether to begin a checkpoint after this step."""
+        return self._saves_now or (self._disk_every > 0 and step % self._disk_every == 0)
+
     def wishes(self, *, is_late: bool = False) -> Wishes:
         """Return what this process wants now."""
-        if not self.is_auto:
+        if not self._has_votes:
             return Wishes(is_late)
+        save = self._clock() + KNOWN_AFTER * self.step_s >= self._save_due_at
         # The first steps seem short: a loop waits for a step only when two more are under way.
         vote_in = min(self._in_steps(VOTE_EVERY_S), max(1, self._n_ticks)) if self._leads else 0
-        return Wishes(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in)
+        return Wishes(is_late, NEVER if self.period_s is None else self._in_steps(self.period_s), vote_in, save)
 
     def voted(self, step: int, outcome: Outcome) -> None:
         """Take in a vote after this step, whose outcome `tick` reads later."""
-        if self.is_auto:
+        if self.is_auto or self.vote_due(step):
             self._votes.append((step, outcome))
             self._next_vote = step + self._vote_in
 
     def copied(self, step: int) -> None:
         """Count on from a copy after this step."""
         if self.is_auto and not self._has_copied:
-            self.every = NEVER  # until a vote finds that all know what it cost
+            self.every, self._expected_s = NEVER, 0.0  # until a vote finds that all know what it cost
         self._copied, self._has_copied = step, True
+
+    def saved(self, step: int) -> None:
+        """Count on from a checkpoint after this step; what was voted up to here is about this one."""
+        self._saved, self._save_due_at = step, self._clock() + self._disk_every_s
 
     def copy_begins(self) -> None:
         """Say that devices begin to cut a copy. For any thread, as are the next two."""
@@ -178,6 +217,8 @@ class Timetable:
     @property
     def period_s(self) -> float | None:
         """Seconds between copies that this process wants; None if it does not know yet what they cost."""
+        if self._expected_s >= CHEAP_S:
+            return min(self._expected_s / LARGEST_SLOWDOWN, LARGE_LOSS_S)
         cost, waiting_s = self.cost, self.waiting_s
         if cost is None or waiting_s is None:
             return None
