@@ -102,15 +102,8 @@ class Journal:
                 data = file.read(MAX_BYTES + 1)
             facts = json.loads(data)
             mesh = Mesh.from_dict(facts)
-            found = cls(
-                name,
-                mesh,
-                facts["rate"],
-                facts["stage"],
-                facts["temporary"],
-                *(facts[key] for key in ("token", "pid", "started")),
-                delay=facts["delay"],
-            )
+            keys = ("rate", "stage", "temporary", "token", "pid", "started", "delay")
+            found = cls(name, mesh, *(facts[key] for key in keys))
             found._check()
         except FileNotFoundError:
             return None
