@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshmend import Mesh
 from meshmend.errors import DisagreementError, MeshError, RendezvousError
 from meshmend.torch.membership import MemberInfo, compare, survivors
-from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
+from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange, fresh_store
 
 SHORT = timedelta(seconds=0.4)
 
@@ -76,6 +76,43 @@ def test_who_comes_late_does_not_wait_for_those_who_have_left() -> None:
     assert seconds < late_s + SHORT.total_seconds()
 
 
+def attempt(stores: list[Any], delays_s: dict[int, float], size: int = 3, word: str = "") -> dict[int, Any]:
+    """Let members take a part of a store, and exchange words there; return those, or an error, by rank."""
+    found: dict[int, Any] = {}
+
+    def come(rank: int) -> None:
+        time.sleep(delays_s[rank])
+        try:
+            found[rank] = exchange(fresh_store(stores[rank], rank, size, SHORT), rank, size, word, SHORT)
+        except RendezvousError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in delays_s]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "TCP"])
+def test_a_group_reads_nothing_that_the_attempts_before_it_left(kind: str, tmp_path: Path) -> None:
+    if kind == "TCP":  # a client waits for one thing at a time
+        kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores: list[Any] = [kept, *(dist.TCPStore("127.0.0.1", kept.port, wait_for_workers=False) for _ in range(2))]
+    else:
+        stores = [dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 3)] * 3
+    first, second, third = [0.0, 0.0, 0.2], [0.2, 0.1, 0.0], [0.1, 0.0, 0.2]
+    assert attempt(stores, dict(enumerate(first)), word="first") == {rank: ["first"] * 3 for rank in range(3)}
+    assert attempt(stores, dict(enumerate(second)), word="second") == {rank: ["second"] * 3 for rank in range(3)}
+    without_last = attempt(stores, {0: 0.0, 1: 0.1}, word="third")
+    assert "2 of the 3 members" in without_last[0], "the words of a dead member are still in the store"
+    assert "died" in without_last[1]
+    (alone,) = attempt(stores, {2: 0.0}, word="fourth").values()
+    assert "Rank 0 of the new group did not come within 0.4 s" in alone
+    assert attempt(stores, dict(enumerate(third)), word="fifth") == {rank: ["fifth"] * 3 for rank in range(3)}
+
+
 def test_patience_doubles_with_each_failure_in_a_row_and_has_an_end() -> None:
     patience = Patience(most=timedelta(seconds=3))
     seen = []
@@ -95,6 +132,8 @@ def test_a_store_whose_chip_has_died_is_noticed_at_once() -> None:
     with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port} does not answer .*refused.*has died"):
         check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
     assert time.monotonic() - started < 5
+    with pytest.raises(RendezvousError, match=rf"quorum at \[::1\]:{port} does not answer"):
+        check_store(f"[::1]:{port}/torchft/3/0", timedelta(seconds=10))
 
 
 def test_members_leave_out_what_any_knows_and_refuse_other_terms() -> None:
