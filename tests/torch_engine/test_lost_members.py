@@ -217,18 +217,18 @@ def test_the_way_from_report_to_report_leads_to_the_lost_chip(
 def test_an_old_report_does_not_hide_that_its_chip_is_lost_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "SILENCE_S", 0.2)
     store, now = dist.HashStore(), time.time()
-    monkeypatch.setattr(lost.time, "time", lambda: now - 2 * lost.FRESH_S)
+    monkeypatch.setattr(time, "time", lambda: now - 2 * lost.FRESH_S)
     again = Reports(store, A, None)
     assert again.find([B]) == B
     assert search(store, {B: [C]}) == {B: C}, "B reports, and goes on in another group"
-    monkeypatch.setattr(lost.time, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     assert again.find([B]) == B
     assert search(store, {C: [A]}) == {C: B}, "the new report of A"
 
 
 def test_a_report_of_the_attempt_before_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     store, started = dist.HashStore(), lost.STARTED
-    monkeypatch.setattr(lost.time, "time", lambda: started - 1)
+    monkeypatch.setattr(time, "time", lambda: started - 1)
     search(store, {B: [A]})
     monkeypatch.undo()
     assert search(store, {A: [B]}) == {A: B}, "B has died since, without a report"

@@ -107,7 +107,7 @@ def _admit(store: dist.Store, fresh: dist.Store, number: int, world_size: int, p
         n_arrived = store.add(ARRIVED, 0)
         if n_arrived > n_told:
             keys = [f"{ADMITTED}/{other}" for other in range(n_told + 1, n_arrived + 1)]
-            store.multi_set(keys, [str(number)] * len(keys))
+            store.multi_set(keys, [str(number)] * len(keys))  # type: ignore[attr-defined]  # not annotated
             n_told, heard = n_arrived, time.monotonic()
         if time.monotonic() - heard >= patience.total_seconds():
             raise RendezvousError(
