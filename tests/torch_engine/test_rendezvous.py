@@ -5,20 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
-from meshmend import Mesh
-from meshmend.errors import DisagreementError, MeshError, RendezvousError
-from meshmend.torch.membership import MemberInfo, compare, survivors
-from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange, fresh_store
+import meshmend.torch as mmt  # noqa: E402
+from meshmend import Mesh  # noqa: E402
+from meshmend.errors import DisagreementError, MeshError, RendezvousError  # noqa: E402
+from meshmend.torch.membership import MemberInfo, compare, survivors  # noqa: E402
+from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange, fresh_store  # noqa: E402
 
 SHORT = timedelta(seconds=0.4)
 
@@ -111,6 +113,25 @@ def test_a_group_reads_nothing_that_the_attempts_before_it_left(kind: str, tmp_p
     (alone,) = attempt(stores, {2: 0.0}, word="fourth").values()
     assert "Rank 0 of the new group did not come within 0.4 s" in alone
     assert attempt(stores, dict(enumerate(third)), word="fifth") == {rank: ["fifth"] * 3 for rank in range(3)}
+
+
+def test_groups_of_the_backend_form_again_in_the_same_store() -> None:
+    store = dist.HashStore()
+
+    def form(rank: int) -> mmt.MeshBackend:
+        options = mmt.MeshOptions("1x2", chip=(0, rank), interface="lo")
+        return mmt.MeshBackend(store, rank, 2, timedelta(seconds=20), options)
+
+    with ThreadPoolExecutor(2) as threads:
+        before = list(threads.map(form, range(2)))
+        before[0].get_group_store().set("key", "of the first group")
+        assert before[1].get_group_store().check(["key"])
+        after = list(threads.map(form, range(2)))
+        assert not any(group.get_group_store().check(["key"]) for group in after)
+        sums = [torch.full((3,), float(rank)) for rank in range(2)]
+        for work in [group.allreduce([own]) for group, own in zip(after, sums, strict=True)]:
+            work.wait()
+        assert all(own.tolist() == [1.0] * 3 for own in sums)
 
 
 def test_patience_doubles_with_each_failure_in_a_row_and_has_an_end() -> None:
