@@ -244,9 +244,9 @@ def test_the_command_line_from_up_to_down(tmp_path: Path) -> None:
 
 @needs_lab
 def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
-    before = namespaces()
+    before = find_labs()
     run_in(tmp_path, ROOT / "docs" / "lab.md")
-    assert namespaces() == before
+    assert find_labs() == before
 
 
 @pytest.mark.parametrize(
