@@ -146,10 +146,11 @@ class StateLayout:
     def n_bytes_of_host(self, n_hosts: int) -> float:
         """Return the bytes that each of so many hosts keeps, at most: replicated arrays, its shards and another's."""
         share = min(2, n_hosts) / n_hosts
-        return sum(
+        found: float = sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize * (share if split else 1)
             for leaf, split in zip(self.leaves, self.is_sharded, strict=True)
         )
+        return found
 
     def check(self, params: Tree, state: Tree) -> None:
         """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
