@@ -111,9 +111,8 @@ def steps(megabytes: float) -> None:
             loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
-                job = mmj.Job(
-                    shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
-                )
+                options: Any = {"disk_every": 0, "compile_ahead": False, "hardware": "cpu-xla"}
+                job = mmj.Job(shared / str(number), BATCH, session=session, memory_every=every, **options)
                 loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
             session.coordination.exchange("ready")
             marks = [(time.perf_counter(), time.process_time())]

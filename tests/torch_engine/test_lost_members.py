@@ -226,6 +226,14 @@ def test_an_old_report_does_not_hide_that_its_chip_is_lost_now(monkeypatch: pyte
     assert search(store, {C: [A]}) == {C: B}, "the new report of A"
 
 
+def test_a_report_of_the_attempt_before_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, started = dist.HashStore(), lost.STARTED
+    monkeypatch.setattr(time, "time", lambda: started - 1)
+    search(store, {B: [A]})
+    monkeypatch.undo()
+    assert search(store, {A: [B]}) == {A: B}, "B has died since, without a report"
+
+
 def test_a_store_that_breaks_names_the_chip_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "LIMIT_S", 0.3)
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
-from meshmend import Mesh
-from meshmend.errors import DisagreementError, MeshError, RendezvousError
-from meshmend.torch.membership import MemberInfo, compare, survivors
-from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
+import meshmend.torch as mmt  # noqa: E402
+from meshmend import Mesh  # noqa: E402
+from meshmend.errors import DisagreementError, MeshError, RendezvousError  # noqa: E402
+from meshmend.torch.membership import MemberInfo, compare, survivors  # noqa: E402
+from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange, fresh_store  # noqa: E402
 
 SHORT = timedelta(seconds=0.4)
 
@@ -76,6 +78,62 @@ def test_who_comes_late_does_not_wait_for_those_who_have_left() -> None:
     assert seconds < late_s + SHORT.total_seconds()
 
 
+def attempt(stores: list[Any], delays_s: dict[int, float], size: int = 3, word: str = "") -> dict[int, Any]:
+    """Let members take a part of a store, and exchange words there; return those, or an error, by rank."""
+    found: dict[int, Any] = {}
+
+    def come(rank: int) -> None:
+        time.sleep(delays_s[rank])
+        try:
+            found[rank] = exchange(fresh_store(stores[rank], rank, size, SHORT), rank, size, word, SHORT)
+        except RendezvousError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in delays_s]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "TCP"])
+def test_a_group_reads_nothing_that_the_attempts_before_it_left(kind: str, tmp_path: Path) -> None:
+    if kind == "TCP":  # a client waits for one thing at a time
+        kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores: list[Any] = [kept, *(dist.TCPStore("127.0.0.1", kept.port, wait_for_workers=False) for _ in range(2))]
+    else:
+        stores = [dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 3)] * 3
+    first, second, third = [0.0, 0.0, 0.2], [0.2, 0.1, 0.0], [0.1, 0.0, 0.2]
+    assert attempt(stores, dict(enumerate(first)), word="first") == {rank: ["first"] * 3 for rank in range(3)}
+    assert attempt(stores, dict(enumerate(second)), word="second") == {rank: ["second"] * 3 for rank in range(3)}
+    without_last = attempt(stores, {0: 0.0, 1: 0.1}, word="third")
+    assert "2 of the 3 members" in without_last[0], "the words of a dead member are still in the store"
+    assert "died" in without_last[1]
+    (alone,) = attempt(stores, {2: 0.0}, word="fourth").values()
+    assert "Rank 0 of the new group did not come within 0.4 s" in alone
+    assert attempt(stores, dict(enumerate(third)), word="fifth") == {rank: ["fifth"] * 3 for rank in range(3)}
+
+
+def test_groups_of_the_backend_form_again_in_the_same_store() -> None:
+    store = dist.HashStore()
+
+    def form(rank: int) -> mmt.MeshBackend:
+        options = mmt.MeshOptions("1x2", chip=(0, rank), interface="lo")
+        return mmt.MeshBackend(store, rank, 2, timedelta(seconds=20), options)
+
+    with ThreadPoolExecutor(2) as threads:
+        before = list(threads.map(form, range(2)))
+        before[0].get_group_store().set("key", "of the first group")
+        assert before[1].get_group_store().check(["key"])
+        after = list(threads.map(form, range(2)))
+        assert not any(group.get_group_store().check(["key"]) for group in after)
+        sums = [torch.full((3,), float(rank)) for rank in range(2)]
+        for work in [group.allreduce([own]) for group, own in zip(after, sums, strict=True)]:
+            work.wait()
+        assert all(own.tolist() == [1.0] * 3 for own in sums)
+
+
 def test_patience_doubles_with_each_failure_in_a_row_and_has_an_end() -> None:
     patience = Patience(most=timedelta(seconds=3))
     seen = []
@@ -95,6 +153,8 @@ def test_a_store_whose_chip_has_died_is_noticed_at_once() -> None:
     with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port} does not answer .*refused.*has died"):
         check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
     assert time.monotonic() - started < 5
+    with pytest.raises(RendezvousError, match=rf"quorum at \[::1\]:{port} does not answer"):
+        check_store(f"[::1]:{port}/torchft/3/0", timedelta(seconds=10))
 
 
 def test_members_leave_out_what_any_knows_and_refuse_other_terms() -> None:

@@ -97,7 +97,7 @@ DIES_ONCE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # twice three processes that import torch: 45 s of CPU
 def test_a_member_that_dies_is_started_again_with_the_others(tmp_path: Path) -> None:
     script = "import os\n" + script_of("+").replace("range(50):\n", f"range(50):{DIES_ONCE}").replace(
         ', pg_options=mmt.MeshOptions("2x2")', ""

@@ -110,7 +110,7 @@ SCRIPTS: dict[str, Script] = {
         r"steps",
         (*JAX, "simpy"),
         is_slow=True,
-        before="--local 2x2 --host 1x2 --shared shared {benchmarks}/jax_job_step.py",
+        before="--local 2x2 --host 1x2 --kill 1@5 --shared shared {benchmarks}/jax_job_step.py",
     ),
     "routing": Script("12x12", r"256x256 minus 4x2@6,8: 20,000 random flows"),
     # 30 ratios of planners on 4x4, and 6 of a pipeline, of which the one over single links is 0.99.

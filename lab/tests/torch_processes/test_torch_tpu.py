@@ -30,7 +30,7 @@ import meshmend as mm
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.launch.chips import Chips
 from meshmend.schedule.lanes import Lowered
-from meshmend.torch import tpu
+from meshmend_lab.export import torch_tpu as tpu
 from torch_engine.processes import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -223,7 +223,7 @@ def test_what_is_missing_is_named() -> None:
 )
 def test_torch_tpu_takes_the_op() -> None:
     script = Path(__file__).with_name("torch_tpu_op.py")
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore"}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}/lab/src", "PYTHONWARNINGS": "ignore"}
     command = [os.environ["MESHMEND_TORCH_TPU_PYTHON"], str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

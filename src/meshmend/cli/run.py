@@ -49,6 +49,15 @@ WATCH_S = 0.1
 STATE_WAIT = "30min"
 """How long survivors wait for hosts that have missing parts of the state: a reboot, or a cable that is plugged in."""
 
+DomainOption = Annotated[
+    str | None,
+    typer.Option(
+        "--domain",
+        metavar="NAME",
+        help="What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
+        "host, as in a,a,b,b. [or MESHMEND_DOMAIN, Slurm's topology]",
+    ),
+]
 StartOverOption = Annotated[
     bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
 ]
@@ -105,15 +114,7 @@ def command(
         list[str] | None,
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
-    domain: Annotated[
-        str | None,
-        typer.Option(
-            "--domain",
-            metavar="NAME",
-            help="What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
-            "host, as in a,a,b,b. [or MESHMEND_DOMAIN, Slurm's topology]",
-        ),
-    ] = None,
+    domain: DomainOption = None,
     metrics: MetricsOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,

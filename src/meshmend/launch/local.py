@@ -31,8 +31,8 @@ from meshmend.launch.signing import KEY_ENDS
 from meshmend.launch.timeline import timeline_of
 
 LOOPBACK = "127.0.0.1"
-STORE_S = 30.0
-"""How long the store's process may take to start."""
+STORE_S = 120.0
+"""How long the store's process may take to start, on an overloaded machine; that it has ended is noticed at once."""
 
 
 class LocalJob:

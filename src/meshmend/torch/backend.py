@@ -36,6 +36,7 @@ from meshmend.torch.payload import check_tensor, kind_of
 from meshmend.torch.plans import Plans
 from meshmend.torch.position import chip_of_rank, choose_hardware, find_position
 from meshmend.torch.private import GlooBased, gloo_group, name_group
+from meshmend.torch.rendezvous import fresh_store
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
 
@@ -125,6 +126,7 @@ class MeshBackend(GlooBased):
         self.whole, self.chip = options.position(rank, size) if parent is None else (parent.whole, parent.chip)
         self._plans: Plans = options.plans() if parent is None else parent._plans
         own = MemberInfo.of(self.chip, self.whole, self._plans)
+        store = fresh_store(store, rank, size, timeout)
         members = introduce(store, rank, size, own, timeout)
         self.chips = [member.chip for member in members]
         interface = options.socket_interface()

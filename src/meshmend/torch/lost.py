@@ -25,6 +25,8 @@ LIMIT_S = 3 * SILENCE_S
 """How long a search may take: a store whose process is frozen never answers."""
 FRESH_S = 300.0
 """For how long a report counts: whoever goes on after it, in another group, may be lost later."""
+STARTED = time.time()
+"""Older reports do not count: torchrun starts all members again with the store of those before them."""
 
 
 class Reports:
@@ -75,7 +77,7 @@ class Reports:
     def _search(self, waited: Sequence[Coordinate]) -> Coordinate | None:
         if time.time() - self._reported_at >= FRESH_S:  # what comes soon after a report follows from it
             self._reported_at = time.time()
-            self._store.set(_key(self._own), ";".join([f"{self._reported_at:.0f}", *map(_name, waited)]))
+            self._store.set(_key(self._own), ";".join([f"{self._reported_at:.3f}", *map(_name, waited)]))
         ahead, seen = list(waited), {self._own}
         while ahead:
             chip = ahead.pop(0)
@@ -97,7 +99,7 @@ class Reports:
         while True:
             if self._store.check([_key(chip)]):
                 at, *names = self._store.get(_key(chip)).decode().split(";")
-                if time.time() - float(at) < FRESH_S:
+                if float(at) > max(STARTED, time.time() - FRESH_S):
                     return [parse_chip(name) for name in names]
             left_s = ends_at - time.monotonic()
             if left_s <= 0:

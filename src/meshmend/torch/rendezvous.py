@@ -3,6 +3,9 @@
 torchft's lighthouse forms a quorum of whoever has asked for one and sent a heartbeat in the last second. A chip that
 died while it waited is still in it, and the store may be its own. Only silence tells the others: what they spend
 listening, they add to every such recovery. Giving up too early is safe: it costs one more quorum.
+
+torchrun keeps one store for all attempts of a job, with every key of the attempts before: each group first takes a
+part of the store that nobody has written to.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from meshmend.errors import RendezvousError
+from meshmend.launch.addresses import join_address, split_address
 
 FIRST_PATIENCE = timedelta(seconds=0.5)
 """Live members publish their words within milliseconds of each other, on a busy machine within tenths of a second."""
 LOOKS = 5
 """How often to look for news while patience lasts."""
 
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.05
+"""How often rank 0 looks for members that it has not admitted: rarely while they import, at once when all are here."""
+
 ARRIVED = "arrived"
 GIVEN_UP = "given up"
+ADMITTED = "admitted"
 
 
 class Patience:
@@ -54,14 +62,66 @@ def check_store(address: str, timeout: timedelta) -> None:
     torch's own client would try again until its timeout is over, and does so twice. A store listens before its chip
     asks for a quorum: a connection that is refused means that the chip has died.
     """
-    host, _, port = address.partition("/")[0].rpartition(":")
+    host, port = split_address(address.partition("/")[0])
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout.total_seconds()).close()
+        socket.create_connection((host, port), timeout.total_seconds()).close()
     except OSError as error:
         raise RendezvousError(
-            f"The store of the new quorum at {host}:{port} does not answer ({error}): the chip that serves it has died "
-            f"since it asked for the quorum. torchft forms the next one without it."
+            f"The store of the new quorum at {join_address(host, port)} does not answer ({error}): the chip that "
+            "serves it has died since it asked for the quorum. torchft forms the next one without it."
         ) from None
+
+
+def fresh_store(store: dist.Store, rank: int, world_size: int, patience: timedelta) -> dist.Store:
+    """Return a part of a store that the members of a new group share and that nobody has written to before.
+
+    Whoever arrives gets a number that nobody had, and waits for a key with that number; rank 0 writes them, each with
+    its own number, which names the part. So a member follows a rank 0 that was alive after it had arrived, whatever
+    earlier groups have left in the store. (torchrun also counts its attempts, but each host counts its own.)
+    """
+    number = store.add(ARRIVED, 1)
+    if rank == 0:
+        fresh = dist.PrefixStore(f"{number}/", store)
+        _admit(store, fresh, number, world_size, patience)
+        return fresh
+    key = f"{ADMITTED}/{number}"
+    try:
+        store.wait([key], patience)
+    except RuntimeError as error:
+        if not _is_timeout(error):
+            raise
+        raise RendezvousError(
+            f"Rank 0 of the new group did not come within {patience.total_seconds():.1f} s: it has died, or was never "
+            f"started. Start all {world_size} members again."
+        ) from None
+    fresh = dist.PrefixStore(f"{store.get(key).decode()}/", store)
+    fresh.add(ADMITTED, 1)
+    return fresh
+
+
+def _admit(store: dist.Store, fresh: dist.Store, number: int, world_size: int, patience: timedelta) -> None:
+    """Give everybody who has arrived the number of the part, until all members have come there."""
+    n_told, n_here, pause_s = 0, 1, FIRST_PAUSE_S
+    heard = time.monotonic()
+    while n_here < world_size:
+        n_arrived = store.add(ARRIVED, 0)
+        if n_arrived > n_told:
+            keys = [f"{ADMITTED}/{other}" for other in range(n_told + 1, n_arrived + 1)]
+            store.multi_set(keys, [str(number)] * len(keys))  # type: ignore[attr-defined]  # not annotated
+            n_told, heard = n_arrived, time.monotonic()
+        if time.monotonic() - heard >= patience.total_seconds():
+            raise RendezvousError(
+                f"{n_here} of the {world_size} members of the new group came, and nobody for the last "
+                f"{patience.total_seconds():.1f} s: the others have died, or were never started. Start all members "
+                "again."
+            )
+        time.sleep(pause_s)
+        pause_s, n_here = min(2 * pause_s, MOST_PAUSE_S), 1 + fresh.add(ADMITTED, 0)
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Return whether a wait ended without its keys; stores in files say it without an error of their own."""
+    return isinstance(error, dist.DistStoreError) or "Wait timeout" in str(error)
 
 
 def exchange(store: dist.Store, rank: int, world_size: int, word: str, patience: timedelta) -> list[str]:
@@ -79,8 +139,7 @@ def exchange(store: dist.Store, rank: int, world_size: int, word: str, patience:
             store.wait(keys, patience / LOOKS)
             break
         except RuntimeError as error:
-            # Stores in files say it without an error of their own.
-            if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+            if not _is_timeout(error):
                 raise
             n_before, n_arrived, now = n_arrived, store.add(ARRIVED, 0), time.monotonic()
         if n_arrived > n_before:

@@ -21,7 +21,6 @@ from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.single_process import initialize_alone, is_launched
 from meshmend.jax.managed.ending import Ending
-from meshmend.jax.managed.run import CHECKED_COPIES, check_room
 from meshmend.jax.managed.shared import open_shared
 from meshmend.planning import StepDemands
 from meshmend.schedule import Collective
@@ -141,17 +140,10 @@ def test_a_planner_is_asked_about_losses_until_the_job_has_started_with_it(
 
 
 def test_no_room_for_copies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Any = SimpleNamespace(outline=SimpleNamespace(vectors={"replicated float32": ("float32", 1_000_000)}))
-    monkeypatch.setattr("meshmend.jax.managed.run.shutil.disk_usage", lambda _: SimpleNamespace(free=6_000_000))
-    # Two copies of 4 MB; with four hosts, of the halves that each of them keeps.
-    with pytest.raises(RestartError, match=r"need 8 MB in .*/host-0, which has room for 6 MB.* memory_every=0"):
-        check_room(tmp_path / "memory/host-0", state, n_hosts=1)
-    check_room(tmp_path / "memory/host-0", state, n_hosts=4)
-    with pytest.raises(RestartError, match=r"need 8 MB in .*/host-0, which has room for 6 MB"):
-        check_room(tmp_path / "memory/host-0", state, n_hosts=4, n_copies=CHECKED_COPIES)
-    (tmp_path / "memory/host-0").mkdir(parents=True)
-    (tmp_path / "memory/host-0/copy").write_bytes(bytes(6_000_000))
-    check_room(tmp_path / "memory/host-0", state, n_hosts=1)
+    monkeypatch.setattr("meshmend.jax.state.redundancy.shutil.disk_usage", lambda _: SimpleNamespace(free=9))
+    with pytest.raises(RestartError, match=r"need \S+ MB of memory, and process 0 has room for 0 MB.* memory_every=0"):
+        train(job(tmp_path / "shared"), 1)
+    train(job(tmp_path / "shared", memory_every=0), 1)
 
 
 def test_shared_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

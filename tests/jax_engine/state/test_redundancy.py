@@ -13,7 +13,8 @@ from jax_engine.restart_cases import Started, begin
 from meshmend.errors import RestartError
 from meshmend.jax.state import placement, redundancy
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.redundancy import Room, choose_blocks, copy_bytes, look_for_room
+from meshmend.jax.state.memory import KEPT
+from meshmend.jax.state.redundancy import CHECKED_COPIES, Room, choose_blocks, copy_bytes, look_for_room
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN
 
 N_HOSTS, N_COPIES, MOST = 8, 2, 4
@@ -86,6 +87,23 @@ def test_what_the_job_cannot_do_without_may_take_all_of_the_room(layout: StateLa
         RestartError, match=r"process 3 has room for .* MB\. Make the folder larger .*memory_every=0\)\."
     ):
         choose_blocks(layout, few, N_COPIES)
+
+
+@pytest.mark.parametrize(("untrusted", "n_copies"), [(None, KEPT), ([], CHECKED_COPIES)])
+def test_a_job_with_checks_needs_room_for_more_copies(
+    untrusted: list[tuple[int, int]] | None, n_copies: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = list[int]()
+
+    def choose(layout: StateLayout, rooms: list[Room], n_copies: int) -> int:
+        asked.append(n_copies)
+        return 1
+
+    monkeypatch.setattr("meshmend.jax.state.keeper.choose_blocks", choose)
+    job = Started(memory=tmp_path / "memory", untrusted=untrusted)
+    job.restore()
+    job.crash()
+    assert asked == [n_copies]
 
 
 def test_a_device_with_little_memory_cuts_less(layout: StateLayout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,12 +143,6 @@ class StateLayout:
         order = hashlib.sha256(repr(sorted(self.pieces.items())).encode()).hexdigest()[:16]
         return Identity((*arrays.entries, ("order of elements", f"{how}, {order}")))
 
-    def n_bytes_of_host(self, n_hosts: int) -> float:
-        """Return the bytes that each of so many hosts keeps, at most: replicated arrays, its shards and another's."""
-        share = min(2, n_hosts) / n_hosts
-        sizes = (math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
-        return math.fsum(size * (share if split else 1) for size, split in zip(sizes, self.is_sharded, strict=True))
-
     def check(self, params: Tree, state: Tree) -> None:
         """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
         why = self.difference(params, state)

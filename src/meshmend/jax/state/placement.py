@@ -169,7 +169,7 @@ def place_on(
     >>> place_on((0, 0, 1, 1, 2, 2, 3, 3), Mesh("2x4")).kept.tolist()
     [[4, 5, 6, 7, 0, 1, 2, 3]]
     >>> place_on((0, 1, 2, 3), Mesh("1x4"), domains=("a", "b", "a", "b")).kept.tolist()
-    [[1, 0, 3, 2]]
+    [[3, 2, 1, 0]]
     """
     chips = np.arange(len(host_of_chip)).reshape(mesh.n_chips, -1)
     names, host_of = np.unique(host_of_chip, return_inverse=True)
