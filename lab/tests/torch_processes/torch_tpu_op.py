@@ -1,4 +1,4 @@
-"""Run by test_torch_tpu.py inside an environment with torch_tpu: our op on meta tensors and in an FX graph; writes facts.
+"""Run by test_torch_tpu.py in an environment with torch_tpu: our op on meta tensors and in an FX graph; writes facts.
 
 Python 3.12 or later; `pip install torch_tpu==0.2.0 torch==2.14.1 jax optax` and meshmend's own dependencies. Without a
 GPU, `pip install --no-deps torch` and empty libraries in the place of CUDA's are enough to import it.
