@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("machine", "no file", ["nowhere.yaml"], "nowhere.yaml: No such file"),
     ("programs", "no plan", ["nowhere.npz", "--machine", "x.yaml", "-o", "a.json"], "nowhere.npz"),
     ("programs", "bad ending", ["plan.npz", "--machine", "x.yaml", "-o", "a.txt"], "expected .json"),
-    ("verify", "missing", ["nowhere"], "nowhere is damaged or is not an artefact"),
+    ("verify", "missing", ["nowhere"], "nowhere/manifest.json cannot be read"),
 ]
 
 
