@@ -21,6 +21,7 @@ from meshmend.launch.processes import children
 from meshmend.launch.timeline import read_timeline, timeline_of
 
 SLOWLY = "time.sleep(0.05)"
+NOT_SOON = "time.sleep(10)"
 HEAR = "import os, signal, sys; signal.signal(2, signal.default_int_handler); os.execv(sys.executable, sys.argv[1:])"
 SAVED = re.compile(r"interrupted: all hosts are stopped; step (\d+) is saved: the same command goes on from there$")
 
@@ -81,13 +82,15 @@ def test_interrupts_save_a_step_and_say_which(tmp_path: Path) -> None:
         first = saved_in(line)
     assert code == 143
     assert [event["step"] for host in (0, 1) for event in events(tmp_path, host, "stopped")] == [first, first]
-    # The next start goes on from exactly that step. Before its own next checkpoint it knows of the last one.
+    # The next start goes on from exactly that step. Before its own next checkpoint it knows of the last one: the second
+    # interrupt comes while the loop's body still keeps the first from saving anything.
+    write(tmp_path, NOT_SOON, steps=100_000)
     with job(tmp_path) as two:
         assert f"from step {first} (disk)" in two.until(f"step {first + 1} is done")
         line, code, _ = two.interrupt(signal.SIGINT, times=2)
     assert code == 130
     assert re.search(
-        rf"step {first} is saved: the same command goes on from there; steps up to \d+ were not saved", line
+        rf"step {first} is saved: the same command goes on from there; steps up to {first + 1} were not saved$", line
     )
     # A third is ended before it trains: at once, and the checkpoint is still there.
     with job(tmp_path) as three:

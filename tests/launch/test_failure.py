@@ -14,7 +14,7 @@ import pytest
 
 from meshmend.errors import ParameterError
 from meshmend.launch import failure
-from meshmend.launch.failure import LEFT_OUT, describe_failure, kind_of, readable_trace, repeated_by_restarts
+from meshmend.launch.failure import LEFT_OUT, kind_of, readable_trace, repeated_by_restarts
 
 SCRIPT = """
 def loss(value):
@@ -112,23 +112,3 @@ def test_an_error_of_the_traced_step_is_that_of_every_host(error: Exception, kin
     with suppress(type(error)), repeated_by_restarts():
         raise error
     assert kind_of(error) == kind
-
-
-def test_an_error_of_a_callback_is_the_scripts_and_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    jax = pytest.importorskip("jax")
-
-    def log(_: Any) -> None:
-        raise ValueError("no such run")
-
-    def step(x: Any) -> Any:
-        jax.experimental.io_callback(log, None, x)
-        return x + 1
-
-    error = raised_by(lambda: jax.block_until_ready(jax.jit(step)(1.0)))
-    found = describe_failure(error)
-    assert (found.kind, found.error) == ("lasting", "ValueError: no such run")
-    assert lines_of(found.trace)[-1] == "test_failure.py log"
-    assert "jax/_src" not in found.trace
-    lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
-    assert describe_failure(lost).kind == "transient"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,15 @@ from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exc
 SHORT = timedelta(seconds=0.4)
 
 
+def at_once(come: Callable[[int], None], ranks: Iterable[int]) -> None:
+    """Call it with each rank, in a thread of its own, and wait for all of them."""
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
 def meet(
     world_size: int, delays_s: dict[int, float], patience: timedelta = SHORT, store: dist.Store | None = None
 ) -> dict[int, tuple[Any, float]]:
@@ -41,11 +51,7 @@ def meet(
             result = str(error)
         found[rank] = (result, time.monotonic() - started)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in delays_s]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(come, delays_s)
     return found
 
 
@@ -89,11 +95,7 @@ def attempt(stores: list[Any], delays_s: dict[int, float], size: int = 3, word: 
         except RendezvousError as error:
             found[rank] = str(error)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in delays_s]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(come, delays_s)
     return found
 
 

@@ -104,7 +104,7 @@ def test_a_member_that_dies_is_started_again_with_the_others(tmp_path: Path) -> 
     )
     command = "torchrun --standalone --nproc-per-node 3 --max-restarts 1 train.py"
     settings = {"GLOO_SOCKET_IFNAME": "lo", "MESHMEND_SHAPE": "2x2", "MESHMEND_FAILED": "0,1"}
-    script = script.replace('print(f"rank', 'print(dist.group.WORLD.chip, f"rank')
+    script = script.replace('print(f"rank', 'print(f"{dist.group.WORLD.chip} rank')
     done = torchrun(script, tmp_path, command, **settings)
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr, "a member died"

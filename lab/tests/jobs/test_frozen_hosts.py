@@ -129,6 +129,13 @@ def check(job: NamespacedJob) -> None:
                 assert event["loss"] == pytest.approx(-epoch, abs=1e-3), event
 
 
+def finish(job: NamespacedJob) -> None:
+    """Let the job come to its end, and check what it has done."""
+    (job.shared / "hurry").touch()
+    assert job.wait(PATIENCE_S) == dict.fromkeys(range(N_HOSTS), 0), job.outputs()
+    check(job)
+
+
 def on_two(job: NamespacedJob, witness: int) -> bool:
     return re.search(r"step \d+ on 2", job.output(witness)) is not None
 
@@ -147,9 +154,7 @@ def test_a_host_stops_and_comes_back(how: str, host: int, job: NamespacedJob) ->
     again = time.time() - back_at
     print(f"{how}: on without host {host} after {seconds:.1f} s, with it {again:.1f} s after its return")  # noqa: T201
     assert seconds < SILENT_S + 60
-    (job.shared / "hurry").touch()
-    assert job.wait(PATIENCE_S) == dict.fromkeys(range(N_HOSTS), 0), job.outputs()
-    check(job)
+    finish(job)
 
 
 @pytest.mark.slow
@@ -162,9 +167,7 @@ def test_a_worker_freezes_and_its_agent_does_not(host: int, job: NamespacedJob) 
     seconds = time.time() - at
     print(f"the frozen worker of host {host} was replaced after {seconds:.1f} s")  # noqa: T201
     assert seconds < SILENT_S + 60
-    (job.shared / "hurry").touch()
-    assert job.wait(PATIENCE_S) == dict.fromkeys(range(N_HOSTS), 0), job.outputs()
-    check(job)
+    finish(job)
 
 
 @pytest.mark.slow
@@ -175,6 +178,4 @@ def test_one_host_freezes_while_another_is_killed(job: NamespacedJob) -> None:
     time.sleep(SILENT_S + 5)
     resume(job, 0, "frozen")
     resume(job, 2, "killed")
-    (job.shared / "hurry").touch()
-    assert job.wait(PATIENCE_S) == dict.fromkeys(range(N_HOSTS), 0), job.outputs()
-    check(job)
+    finish(job)

@@ -172,6 +172,18 @@ def _row_major(shape: Coordinate) -> list[Coordinate]:
     return chips
 
 
+def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each range of numbers: a few, where the hosts of a large job are listed.
+
+    >>> ranges_of([3, 1, 2, 7])
+    [(1, 3), (7, 7)]
+    """
+    listed = sorted(numbers)
+    firsts = [number for number, before in zip(listed, [None, *listed], strict=False) if before != number - 1]
+    lasts = [number for number, after in zip(listed, [*listed[1:], None], strict=False) if after != number + 1]
+    return list(zip(firsts, lasts, strict=True))
+
+
 def name_hosts(numbers: Iterable[int]) -> str:
     """Write hosts by their numbers; more than a line takes, as ranges.
 
@@ -183,9 +195,7 @@ def name_hosts(numbers: Iterable[int]) -> str:
     listed = sorted(numbers)
     parts = [str(number) for number in listed]
     if len(listed) > MOST_NAMED:
-        firsts = [number for number, before in zip(listed, [None, *listed], strict=False) if before != number - 1]
-        lasts = [number for number, after in zip(listed, [*listed[1:], None], strict=False) if after != number + 1]
-        parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True)]
+        parts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges_of(listed)]
         if len(parts) > MOST_NAMED:
             parts = [*parts[:MOST_NAMED], f"… ({len(listed)} in all)"]
     return f"host{'s' * (len(listed) != 1)} {', '.join(parts)}"

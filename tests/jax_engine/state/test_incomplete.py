@@ -35,7 +35,7 @@ def lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of_survivors(self: Copy, *given: Any) -> dict[str, Any]:
         found = offer(self, *given)
-        return found | {"parts": found["parts"][:2], "hosts": [0, 1, 2]}
+        return found | {"parts": found["parts"][:2], "hosts": [(0, 2)]}
 
     monkeypatch.setattr(Copy, "offer", of_survivors)
 
@@ -82,7 +82,7 @@ def test_under_the_launcher_survivors_wait_and_then_end(kept: Options) -> None:
 def test_when_the_hosts_are_back_the_state_is_restored(kept: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as absent:
         offer = Copy.offer
-        absent.setattr(Copy, "offer", lambda self, given: offer(self, given) | {"parts": [0], "hosts": [0, 1]})
+        absent.setattr(Copy, "offer", lambda self, given: offer(self, given) | {"parts": [0], "hosts": [(0, 1)]})
         with pytest.raises(RestartError, match="which only host 1 has"):
             Started(**kept).restore()
     again = Started(**kept)

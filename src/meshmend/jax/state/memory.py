@@ -36,6 +36,7 @@ from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED
+from meshmend.launch.hosts import ranges_of
 from meshmend.launch.signing import file_key, is_signed, signature
 
 MAGIC = b"meshmend state 8\n"
@@ -125,7 +126,7 @@ class Copy:
             "parts": list(self.parts),
             "verified": self.verified,
             "run": self.run,
-            "hosts": list(self.hosts),
+            "hosts": ranges_of(self.hosts),  # each of them tells all others
         }
 
 

@@ -33,7 +33,7 @@ from meshmend.jax.state.sources import UNCHECKED
 from meshmend.jax.state.timetable import Outcome, Timetable, Wishes
 from meshmend.launch.timeline import Timeline
 
-Parts = dict[str, dict[str, Annotated[jax.Array, "[D, N, E]"]]]
+Parts = dict[str, dict[str, Annotated[jax.Array, "[D, M, P]"]]]
 """For each kind of part ("share", "own", "kept") and dtype, the elements of the parts that each device has."""
 
 

@@ -60,7 +60,7 @@ class Placement:
     n_shares: int
     shares: Annotated[Ints, "int32[D, M]"]
     """Shares that each device cuts; some of them may be the same."""
-    kept: Annotated[Ints, "int32[K, C]"]
+    kept: Annotated[Ints, "int32[G, N]"]
     """For each keeper and chip, the chip whose shards it is sent; its own where no other host keeps them."""
     domain_of: dict[int, int]
     """The first host of each host's failure domain."""
@@ -241,11 +241,11 @@ def _domain_numbers(hosts: list[int], domains: tuple[str, ...]) -> list[int]:
 
 
 def _taken_out_together(
-    hosts: Annotated[NDArray[np.int64], "[T, S]"], n_hosts: int, mesh: Mesh, domain_of: list[int]
-) -> Annotated[NDArray[np.bool_], "[F, H]"]:
+    hosts: Annotated[NDArray[np.int64], "[N, I]"], n_hosts: int, mesh: Mesh, domain_of: list[int]
+) -> NDArray[np.bool_]:
     """Return the sets of hosts that one failure takes out of the job: what the failure of one cuts off, and domains.
 
-    The largest sets come first.
+    A row per set, the largest first, and a column per host.
     """
     found = [cut_off for _, cut_off in _cut_off(hosts, n_hosts, mesh)]
     found += [np.equal(domain_of, domain) for domain, n in Counter(domain_of).items() if n > 1]
@@ -254,7 +254,7 @@ def _taken_out_together(
 
 
 def _cut_off(
-    hosts: Annotated[NDArray[np.int64], "[T, S]"], n_hosts: int, mesh: Mesh
+    hosts: Annotated[NDArray[np.int64], "[N, I]"], n_hosts: int, mesh: Mesh
 ) -> Iterator[tuple[int, NDArray[np.bool_]]]:
     """Return the hosts whose failure cuts the mesh in two, each with the hosts that have no chip in the larger part.
 

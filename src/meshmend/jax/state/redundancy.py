@@ -94,7 +94,7 @@ def choose_blocks(layout: StateLayout, rooms: Sequence[Room], n_copies: int) -> 
     Raises `RestartError` if a host has no room for its copies even so.
     """
     n_on, most = Counter(room.where for room in rooms), most_blocks(layout.fabric)
-    of = {where: max(room.free for room in rooms if room.where == where) for where in n_on}
+    of = {room.where: room.free for room in sorted(rooms, key=lambda room: room.free)}  # the largest counts
     for room in rooms:
         of[room.where] += room.held
     least_room = min(of[where] / n for where, n in n_on.items()) / n_copies

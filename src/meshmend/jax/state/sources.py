@@ -100,9 +100,8 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
     for process, offered in enumerate(offers):
         for offer in offered:
             key = (int(offer["attempt"]), int(offer["step"]), str(offer["kind"]), str(offer["generation"]))
-            source = found.setdefault(
-                key,
-                Source(
+            if key not in found:
+                found[key] = Source(
                     attempt=key[0],
                     step=key[1],
                     kind="memory" if key[2] == "memory" else "disk",
@@ -113,9 +112,9 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     slices=(int(offer.get("slices", (0, 0))[0]), int(offer.get("slices", (0, 0))[1])),
                     verified=int(offer["verified"]),
                     run=str(offer.get("run", "")),
-                    hosts=frozenset(int(host) for host in offer.get("hosts", ())),
-                ),
-            )
+                    hosts=frozenset(host for first, last in offer.get("hosts", ()) for host in range(first, last + 1)),
+                )
+            source = found[key]
             if int(offer["verified"]) < source.verified:
                 found[key] = source = replace(source, verified=int(offer["verified"]))
             for part in offer.get("parts", ()):
