@@ -16,8 +16,7 @@ from pathlib import Path
 from sheet import sheet
 
 import meshmend as mm
-from meshmend.cost import Hardware
-from meshmend.cost.hardware import adjusted
+from meshmend_lab.mesh.description import hardware_of
 
 FIGURES = Path(__file__).parent
 DATA = FIGURES.parent / "data"
@@ -25,13 +24,15 @@ STYLE = (FIGURES / "benchmarks.css").read_text(encoding="utf-8")
 Row = dict[str, str]
 
 PARTS = ("bandwidth", "uneven load", "filling and draining", "latency", "engine and the rest")
-"""Where a measured time goes: four parts that are predicted for the plan that was run, and what is left."""
+"""Where a measured time goes: four parts that are predicted for the plan that was run, and what is left.
+
+The first two are a lower bound, the time of the plan's busiest link. What is left may be negative: in the prediction a
+link serves transfers in order of step, and TCP lets those go first that are ready.
+"""
 PAYLOADS = tuple(10.0**n for n in range(3, 11))
 PLANNERS = ("row-pairs", "hamiltonian", "latency", "auto")
 """On this hardware `auto` chooses weave for every payload."""
 MESH, HARDWARE = mm.Mesh("8x8", failed=["2x2@2,2"]), "tpu-v6e"
-PLANNED_FOR = mm.Hardware("links", 1e9, step_latency_s=5e-6, hop_latency_s=5e-6)
-"""What the plans of lab.csv were made for when they were timed."""
 
 
 def read(name: str) -> list[Row]:
@@ -56,9 +57,10 @@ def gaps() -> list[Row]:
         if row["case"] == "Gloo":
             parts["bandwidth"] = mm.bound(mesh).units * payload / rate
         else:
-            schedule = mm.plan(mesh, row["case"], payload_bytes=payload, hardware=PLANNED_FOR)
-            lab: Hardware = adjusted(PLANNED_FOR, link_bytes_per_s=rate)
-            predicted = mm.predict(schedule, payload, lab, mode="asynchronous").gap.parts
+            lab = hardware_of(f"{8e-6 * rate:g}mbit", rate)
+            schedule = mm.plan(mesh, row["case"], payload_bytes=payload, hardware=lab, mode="asynchronous")
+            links = mm.Hardware("links", rate)
+            predicted = mm.predict(schedule, payload, links, mode="asynchronous").gap.parts
             parts |= {name: seconds for name, seconds in predicted.items() if name in parts}
         parts["engine and the rest"] = measured - sum(parts.values())
         found.append(
@@ -105,8 +107,9 @@ def draw_gaps(rows: list[Row]) -> str:
             before = mesh
         parts.append(f'<text x="{left - 10}" y="{y + 14:g}" text-anchor="end">{row["case"]}</text>')
         x = float(left)
+        end = left + (right - left) * float(row["seconds"]) / longest
         for index, name in enumerate(PARTS):
-            width = max(0.0, (right - left) * float(row[name.replace(" ", "_") + "_s"]) / longest)
+            width = max(0.0, min((right - left) * float(row[name.replace(" ", "_") + "_s"]) / longest, end - x))
             parts.append(f'<rect class="p{index}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="18"/>')
             x += width
         parts.append(f'<text class="soft" x="{x + 8:.1f}" y="{y + 14:g}">{float(row["seconds"]):.1f} s</text>')
