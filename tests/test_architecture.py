@@ -185,7 +185,7 @@ def test_importing_meshmend_brings_no_extra() -> None:
 
 
 PRIVATE = {
-    "jax/private.py": {"jax"},
+    "jax/engine/private.py": {"jax"},
     "torch/private.py": {"torch"},
     "torch/private_torchft.py": {"torchft"},
 }

@@ -3,8 +3,8 @@
 `Keeper` is what a job uses. Needs the `restart` extra for checkpoints on disk.
 """
 
-from meshmend.jax.state.fetch import fetch
 from meshmend.jax.state.keeper import Keeper, Resumed
-from meshmend.jax.state.layout import StateLayout, put
+from meshmend.jax.state.layout.state_layout import StateLayout, put
+from meshmend.jax.state.waiting import fetch
 
 __all__ = ["Keeper", "Resumed", "StateLayout", "fetch", "put"]

@@ -1,0 +1,3 @@
+"""Which samples a step uses."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Run a schedule on the devices of a fabric."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Checkpoints of a state on disk."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""How a state lies on devices, in copies and on disk."""
+
+__all__: list[str] = []

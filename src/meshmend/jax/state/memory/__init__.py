@@ -1,0 +1,3 @@
+"""Copies of a state in the memory of hosts."""
+
+__all__: list[str] = []
