@@ -10,6 +10,7 @@ from meshmend.extras import require
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax import checks as checks
+from meshmend.jax.checks import Checks
 from meshmend.jax.data.feed import Feed
 from meshmend.jax.data.policy import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.engine.collectives import all_gather, all_reduce, reduce_scatter
@@ -17,7 +18,7 @@ from meshmend.jax.engine.fabric import Fabric, discover
 from meshmend.jax.engine.measure import measure
 from meshmend.jax.engine.program import Program, install
 from meshmend.jax.engine.tiles import tile
-from meshmend.jax.job import Checks, Job, JobStep
+from meshmend.jax.job import Job, JobStep
 from meshmend.jax.train import fsdp as fsdp
 from meshmend.jax.train.optimizers import add_decayed_weights, clip_by_global_norm, lamb, lars
 from meshmend.jax.train.plan import plan

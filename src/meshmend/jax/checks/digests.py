@@ -10,7 +10,7 @@ places, go unnoticed with a probability of about 2⁻³² (see `words`).
 What all chips have wrong in the same way is not seen here, and neither is state that has no second copy: the shards of
 a sharded update's optimizer state, and parameters sharded over all chips.
 
-What the checks have found, as observations: the words and numbers that a judge reads.
+What was found goes to the quarantine's judge as observations: its words and numbers (`digest_observations`).
 """
 
 from __future__ import annotations

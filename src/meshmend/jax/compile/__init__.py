@@ -1,4 +1,4 @@
-"""Compiling before it is needed: for TPUs that are not here, and for failures that have not happened.
+"""Compile before it is needed: for TPUs that are not here, and for failures that have not happened.
 
 `for_topology` compiles for real TPU topologies on a machine without a TPU. `for_failures` compiles for the next
 possible failures while the job runs, and `saved` keeps what was compiled, so that a restart loads it.

@@ -2,15 +2,12 @@
 
 A TPU device reports its coordinates (x, y, z). They are the mesh's axes in that order: axis 0 is x, axis 1 is y,
 axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6,8` is x from 6 to 9, y from 8 to 9.
-A last axis of one chip is left out, and axes wrap as documented for the kind of TPU. This has not been tried on a TPU.
-On Cloud TPU a slice comes up whole or not at all, so the only holes there today are healthy chips that are left out
-of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
+A last axis of one chip is left out. Devices say nothing about cables: axes wrap as documented for the kind of TPU
+(`meshmend.machines.wiring` has the table and its sources), or as `discover(…, wrap=…)` says. This has not been tried on
+a TPU. On Cloud TPU a slice comes up whole or not at all, so the only holes there today are healthy chips that are left
+out of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
 `MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`; or by the machine's own description,
 given as an argument or in `MESHMEND_MACHINE=mine.yaml`.
-
-Which axes of a TPU slice wrap, as documented: the table and its sources are in `meshmend.machines.wiring`.
-
-JAX's devices have coordinates, and say nothing about cables; `discover(…, wrap=…)` overrides what is documented.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Where a state may come from: all hosts' copies and all checkpoints, newest first.
+"""Where a state may come from: all hosts' copies and all checkpoints, newest first, and which of them are trusted.
 
 Every process reports what it has; from that, all make the same list, so that they try the same source at the same time
 and all move on to the next if it fails on any of them.
-
-Which states may be trusted after a check has found wrong numbers, and up to which step a state is verified.
 
 Every copy and checkpoint records the last step that was verified when it was written. An observation of wrong numbers
 says in which attempt it was seen, and which step had been verified last: what that attempt or an earlier one kept of
