@@ -48,8 +48,8 @@ TARGETS = {
     "files": Target("src/meshmend/schedule/serialize.py", ("tests/schedule/test_serialize.py",)),
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
     "lanes": Target("src/meshmend/schedule/lanes.py", ("tests/jax_engine/test_lanes.py",)),
-    "layout": Target("src/meshmend/jax/state/layout.py", ("tests/jax_engine/state/test_layout.py",)),
-    "outline": Target("src/meshmend/jax/state/outline.py", ("tests/jax_engine/state/test_layout.py",)),
+    "state_layout": Target("src/meshmend/jax/state/layout/state_layout.py", ("tests/jax_engine/state/test_layout.py",)),
+    "flat": Target("src/meshmend/jax/state/layout/flat.py", ("tests/jax_engine/state/test_layout.py",)),
 }
 
 

@@ -17,32 +17,24 @@ from meshmend.extras import TESTED
 from meshmend.planning.auto import CHOICES
 
 SOURCE = Path(meshmend.__file__).parent
-# From left to right: a part may import from its own place or from the left.
-ORDER = [
-    "errors",
-    "extras",
-    "shapes",
-    "files",
-    "topology",
-    "machines",
-    "routing",
-    "schedule",
-    "cost",
-    "numpy",
-    "planning",
-    "availability",
-    "quarantine",
-    "launch",
-    "jax",
-    "drawing",
-    "",
-    "torch",
-    "bench",
-    "doctor",
-    "studio",
-    "cli",
-    "__main__",
+# In order: a part may import itself and lines above its own, neither what is below nor what is beside it.
+PACKAGES = [
+    ["topology"],
+    ["machines", "routing"],
+    ["schedule"],
+    ["cost", "numpy"],
+    ["planning", "drawing"],
+    ["availability", "quarantine"],
+    ["launch"],
+    ["meshmend"],
+    ["jax", "torch"],
+    ["bench", "doctor", "studio"],
+    ["cli"],
 ]
+ROOMS = ["engine", "train", "data", "session", "state", "compile", "checks", "job"]
+ROOMS_OF_STATE = ["layout", "memory", "disk"]
+ORDER = [["errors"], ["extras", "files", "shapes"], *PACKAGES, ["__main__"]]
+FLOORS = {part: number for number, parts in enumerate(ORDER) for part in parts}
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
 CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "compare.py", "plot.py", "__init__.py"}
@@ -50,11 +42,11 @@ CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "compare
 
 def part_of(path: Path) -> str:
     inside = path.relative_to(SOURCE)
-    return "" if inside.name == "__init__.py" and len(inside.parts) == 1 else inside.parts[0].removesuffix(".py")
+    return "meshmend" if inside == Path("__init__.py") else inside.parts[0].removesuffix(".py")
 
 
 def imports_of(path: Path) -> set[str]:
-    """Parts of meshmend that a file imports; '' stands for the package's own public names."""
+    """Parts of meshmend that a file imports; "meshmend" stands for the package's own public names."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
@@ -64,18 +56,79 @@ def imports_of(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         for name in names:
             if name.split(".")[0] == "meshmend":
-                part = [*name.split("."), ""][1]
-                found.add(part if part in ORDER else "")
+                part = [*name.split("."), "meshmend"][1]
+                found.add(part if part in FLOORS else "meshmend")
     return found
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_run_one_way(path: Path) -> None:
     part = part_of(path)
-    for other in imports_of(path):
-        assert ORDER.index(other) <= ORDER.index(part), f"{path.name} reaches from {part!r} to {other!r}"
+    for other in imports_of(path) - {part}:
+        assert FLOORS[other] < FLOORS[part], f"{path.name} reaches from {part!r} to {other!r}"
     if part == "planning" and path.name not in CHOOSERS:
         assert imports_of(path) <= PLANNERS_MAY
+
+
+def rooms_imported(text: str) -> set[tuple[str, ...]]:
+    """What a file imports of `meshmend.jax`, below it: ("state", "memory", "copies"); () for what is public there."""
+    found: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {tuple(name.split(".")[2:]) for name in names if f"{name}.".startswith("meshmend.jax.")}
+    return found
+
+
+def enters_wrongly(room: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether a file of a room imports what is below it, or the names that are made of all rooms."""
+    if not other or other[0] not in ROOMS:
+        return True
+    if room[0] == other[0] == "state" and len(other) > 1 and {room[1], other[1]} <= set(ROOMS_OF_STATE):
+        return ROOMS_OF_STATE.index(other[1]) > ROOMS_OF_STATE.index(room[1])
+    return ROOMS.index(other[0]) > ROOMS.index(room[0])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((SOURCE / "jax").rglob("*/*.py")), ids=lambda p: str(p.relative_to(SOURCE / "jax"))
+)
+def test_imports_between_rooms_run_one_way(path: Path) -> None:
+    room = path.relative_to(SOURCE / "jax").with_suffix("").parts
+    for other in rooms_imported(path.read_text(encoding="utf-8")):
+        assert not enters_wrongly(room, other), f"{'/'.join(room)} reaches {'/'.join(other)}"
+
+
+def test_imports_against_the_order_of_rooms_are_found() -> None:
+    text = (
+        "import meshmend.jax.state.disk.read\nfrom meshmend.jax.engine import tiles\nfrom meshmend.jax import Job\n"
+        "import meshmend.jax as mmj\ndef f():\n    from meshmend.jax.job.job import Job"
+    )
+    others = {("state", "disk", "read"), ("engine", "tiles"), ("Job",), (), ("job", "job", "Job")}
+    assert rooms_imported(text) == others
+    assert {other for other in others if enters_wrongly(("data", "feed"), other)} == others - {("engine", "tiles")}
+    assert enters_wrongly(("state", "layout", "flat"), ("state", "memory", "copies"))
+    assert not enters_wrongly(("state", "disk", "disk"), ("state", "memory", "copies"))
+    assert not enters_wrongly(("state", "keeper"), ("state", "disk", "read"))
+
+
+def test_every_package_and_room_has_its_place_in_the_three_tables() -> None:
+    def folders(path: Path) -> set[str]:
+        return {file.parent.name for file in path.glob("*/__init__.py")}
+
+    listed = {part for parts in PACKAGES for part in parts}
+    assert listed == folders(SOURCE) | {"meshmend", "numpy"}
+    assert set(ROOMS) == folders(SOURCE / "jax")
+    assert set(ROOMS_OF_STATE) == folders(SOURCE / "jax/state")
+    table = [*map(", ".join, PACKAGES), "", *(f"jax/{room}" for room in ROOMS)]
+    (first,) = re.findall(r"\n\n((?:    .*\n|\n)+)$", meshmend.__doc__ or "")
+    lines = [line.strip() for line in first.splitlines()]
+    assert [line.partition(":")[0] for line in lines] == table
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(topology: .*?)```", text, re.S)
+    assert block.splitlines() == lines
+    (inside,) = re.findall(r"jax/state: .*; in it (.*), in this order", block)
+    assert re.split(r", | and ", inside) == ROOMS_OF_STATE
 
 
 def test_the_laboratory_imports_the_product_and_never_the_other_way() -> None:
@@ -185,7 +238,7 @@ def test_importing_meshmend_brings_no_extra() -> None:
 
 
 PRIVATE = {
-    "jax/private.py": {"jax"},
+    "jax/engine/private.py": {"jax"},
     "torch/private.py": {"torch"},
     "torch/private_torchft.py": {"torchft"},
 }

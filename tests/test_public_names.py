@@ -39,10 +39,10 @@ PUBLIC = [
     "meshmend.doctor",
     "meshmend.jax",
     "meshmend.jax.checks",
-    "meshmend.jax.fsdp",
-    "meshmend.jax.job",
+    "meshmend.jax.train.fsdp",
+    "meshmend.jax.session",
     "meshmend.jax.state",
-    "meshmend.jax.compiling",
+    "meshmend.jax.compile",
     "meshmend.torch",
 ]
 

@@ -17,12 +17,12 @@ SOURCE = Path(meshmend.__file__).parent
 DTYPES = {"", "int32", "uint8", "uint32", "float32"}
 BOUNDARIES = [
     "numpy.py",
-    "jax/collectives.py",
+    "jax/engine/collectives.py",
     "schedule/lanes.py",
-    "jax/program.py",
-    "jax/gradients.py",
-    "jax/state/layout.py",
-    "jax/state/gather.py",
+    "jax/engine/program.py",
+    "jax/train/part_sums.py",
+    "jax/state/layout/state_layout.py",
+    "jax/state/memory/collect.py",
     "torch/engine.py",
     "torch/payload.py",
 ]

@@ -33,10 +33,10 @@ def train(folder: Path, steps: int) -> None:
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
-    from meshmend.jax.job import initialize
+    from meshmend.jax.compile import CompileAhead, CompiledTrainStep, compile_train_step
+    from meshmend.jax.session import initialize
     from meshmend.jax.state import Keeper, fetch, put
-    from meshmend.jax.training_plan import TrainingPlan
+    from meshmend.jax.train.plan import TrainingPlan
     from meshmend.planning import PlanCache
 
     host = os.environ["MESHMEND_HOST"]

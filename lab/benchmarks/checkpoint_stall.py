@@ -29,8 +29,8 @@ import orbax.checkpoint as ocp
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.layout import StateLayout, put
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.layout.state_layout import StateLayout, put
 
 TIMES = 5
 UPDATES = ("replicated", "fused", "fsdp")

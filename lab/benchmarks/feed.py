@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshmend.jax as mmj
-from meshmend.jax.managed.data import make_feed
+from meshmend.jax.data.example_keys import make_feed
 
 BATCHES = (1024, 8192)
 ROUNDS, SECONDS = 7, 0.3

@@ -44,7 +44,7 @@ def model_of(options: argparse.Namespace, update: str) -> Any:
 
     import meshmend.jax as mmj
     from layer_stack import Transformer, layer
-    from meshmend.jax.managed.model import Model
+    from meshmend.jax.job.model import Model
 
     stack = Transformer(options.layers, options.width).weights
     ends = {"embed": jax.ShapeDtypeStruct((options.vocabulary, options.width), jnp.float32)}
@@ -114,12 +114,12 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     import numpy as np
 
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import compile_train_step
-    from meshmend.jax.compiling.ahead_of_time import slice_fabric
-    from meshmend.jax.job.session import RECOVERY_BUDGET_S
-    from meshmend.jax.program import abstract_program
-    from meshmend.jax.state.memory import KEPT
-    from meshmend.jax.state.redundancy import CHECKED_COPIES, copy_bytes, least_blocks
+    from meshmend.jax.compile import compile_train_step
+    from meshmend.jax.compile.for_topology import slice_fabric
+    from meshmend.jax.engine.program import abstract_program
+    from meshmend.jax.session.session import RECOVERY_BUDGET_S
+    from meshmend.jax.state.memory.copies import KEPT
+    from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, copy_bytes, least_blocks
 
     seconds = time_compiling()
     fabric = slice_fabric(machine, failed=[options.hole or HOLES[machine]])
@@ -189,8 +189,8 @@ def print_job(facts: dict[str, Any]) -> None:
 
 def print_hosts(found: list[dict[str, Any]]) -> None:
     """Print what copies of the state take in the memory of a host, by arithmetic."""
-    from meshmend.jax.state.memory import KEPT
-    from meshmend.jax.state.redundancy import CHECKED_COPIES
+    from meshmend.jax.state.memory.copies import KEPT
+    from meshmend.jax.state.memory.redundancy import CHECKED_COPIES
 
     heads = f"{'hosts':>8}{'state':>11}{f'{KEPT} copies':>11}{f'{CHECKED_COPIES} with checks':>16}"
     print(f"\nGB of RAM per host for copies of the state\n{'machine':10} {'update':10} {heads}")

@@ -45,7 +45,7 @@ def plans_for(options: argparse.Namespace, mesh: mm.Mesh, way: str) -> Any:
 def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
     """Compile one way for the slice, and return what the compiler says of it."""
     from layer_stack import Shard, Transformer, compile_stack
-    from meshmend.jax.compiling.ahead_of_time import slice_fabric
+    from meshmend.jax.compile.for_topology import slice_fabric
 
     shard, hide = WAYS[way]
     failed = [options.hole] if options.hole else []

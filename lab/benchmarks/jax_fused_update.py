@@ -100,8 +100,8 @@ def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: flo
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.compiling.ahead_of_time import slice_fabric
-    from meshmend.jax.program import abstract_program
+    from meshmend.jax.compile.for_topology import slice_fabric
+    from meshmend.jax.engine.program import abstract_program
 
     fabric = slice_fabric(topology, failed=[hole], wrap=False, cores=cores)
     schedule = mm.plan(

@@ -87,7 +87,7 @@ def fsdp() -> None:
     import meshmend as mm
     import meshmend.jax as mmj
     from meshmend.errors import MeshmendError
-    from meshmend.jax.training_plan import any_pair
+    from meshmend.jax.train.plan import any_pair
     from meshmend.planning.auto import CHOICES
 
     fabric = mmj.discover(jax.devices()[:12], shape="4x4", failed=["2x2@0,0"])

@@ -14,7 +14,7 @@ from collections import deque
 
 import meshmend as mm
 from meshmend.cost import find_hardware
-from meshmend.jax.pallas.instructions import Instructions, Kind, instructions_of
+from meshmend.jax.engine.pallas.instructions import Instructions, Kind, instructions_of
 from tables import parser_of, up_to
 
 PAYLOAD_BYTES, HARDWARE = 1e8, find_hardware("tpu-v6e-pallas")

@@ -39,8 +39,8 @@ def measure(shape: str, hole: str, width: int, layers: int, rows: int, every: in
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import compile_train_step
-    from meshmend.jax.managed.model import Model
+    from meshmend.jax.compile import compile_train_step
+    from meshmend.jax.job.model import Model
     from meshmend.jax.state import put
 
     fabric = mmj.discover(shape=shape, failed=[hole] if hole else [])

@@ -93,7 +93,7 @@ def steps(megabytes: float) -> None:
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax.job import initialize
+    from meshmend.jax.session import initialize
     from meshmend.jax.state.timetable import NEVER
 
     params, loss, data = model(megabytes)
@@ -162,12 +162,12 @@ def restore(megabytes: float) -> None:
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.job import initialize
+    from meshmend.jax.session import initialize
     from meshmend.jax.state import Keeper, put
-    from meshmend.jax.state.gather import compile_gather
-    from meshmend.jax.state.layout import StateLayout
-    from meshmend.jax.state.mirror import compile_cut
-    from meshmend.jax.state.placement import place
+    from meshmend.jax.state.layout.state_layout import StateLayout
+    from meshmend.jax.state.memory.collect import compile_gather
+    from meshmend.jax.state.memory.peer_copy import compile_cut
+    from meshmend.jax.state.memory.placement import place
 
     params, loss, _ = model(megabytes)
     with initialize() as session:
@@ -244,12 +244,12 @@ def keepers(megabytes: float) -> None:
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.job import initialize
+    from meshmend.jax.session import initialize
     from meshmend.jax.state import put
-    from meshmend.jax.state.layout import StateLayout
-    from meshmend.jax.state.memory import HostMemory
-    from meshmend.jax.state.mirror import compile_cut, copy_of
-    from meshmend.jax.state.placement import place
+    from meshmend.jax.state.layout.state_layout import StateLayout
+    from meshmend.jax.state.memory.copies import HostMemory
+    from meshmend.jax.state.memory.peer_copy import compile_cut, copy_of
+    from meshmend.jax.state.memory.placement import place
 
     params, loss, _ = model(megabytes)
     with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -300,10 +300,10 @@ def copy(megabytes: float) -> None:
     import meshmend as mm
     import meshmend.jax as mmj
     from meshmend.jax.state import put
-    from meshmend.jax.state.layout import StateLayout
-    from meshmend.jax.state.memory import HostMemory
-    from meshmend.jax.state.mirror import compile_cut, copy_of
-    from meshmend.jax.state.placement import place
+    from meshmend.jax.state.layout.state_layout import StateLayout
+    from meshmend.jax.state.memory.copies import HostMemory
+    from meshmend.jax.state.memory.peer_copy import compile_cut, copy_of
+    from meshmend.jax.state.memory.placement import place
 
     params, loss, _ = model(megabytes)
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")

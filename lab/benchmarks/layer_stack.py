@@ -19,13 +19,13 @@ from jax.sharding import PartitionSpec
 
 from hidden import Overlap, bodies_with_permutes
 from meshmend.errors import ParameterError
-from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.fsdp.layer_scan import scan_layers
-from meshmend.jax.fsdp.params import shard_params, sharded_specs
-from meshmend.jax.fsdp.training import sharded_train_step
-from meshmend.jax.program import Program, abstract_program
-from meshmend.jax.training import train_step
+from meshmend.jax.compile.for_topology import Compiled, compile_step
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.program import Program, abstract_program
+from meshmend.jax.train.fsdp.layer_scan import scan_layers
+from meshmend.jax.train.fsdp.params import shard_params, sharded_specs
+from meshmend.jax.train.fsdp.step import sharded_train_step
+from meshmend.jax.train.step import train_step
 from meshmend.schedule import Schedule
 
 HEAD = 64

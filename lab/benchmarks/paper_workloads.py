@@ -29,7 +29,7 @@ SHAPES = ("16x32", "32x32")
 def measure(model: str, shape: str, hole: str | None, *, alone: bool) -> dict[str, Any]:
     """Compile one train step; `alone` leaves out everything that is sent."""
     import meshmend as mm
-    from meshmend.jax.compiling.ahead_of_time import slice_fabric
+    from meshmend.jax.compile.for_topology import slice_fabric
     from workloads import WORKLOADS, compile_workload
 
     full = mm.Mesh(shape)
@@ -47,7 +47,7 @@ def measure_on(topology: str, model: str, hole: str | None, tile: str | None, ba
     """Compile one train step for a slice, on tiles if there are any."""
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.compiling.ahead_of_time import slice_fabric
+    from meshmend.jax.compile.for_topology import slice_fabric
     from workloads import WORKLOADS, compile_workload, payload_of
 
     chips = slice_fabric(topology, failed=[hole] if hole else [])

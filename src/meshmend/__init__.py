@@ -5,6 +5,29 @@
 >>> schedule = mm.plan(mesh, payload_bytes=1e8, hardware="tpu-v3")     # the fastest plan, proven
 >>> schedule.mesh.n_chips
 60
+
+Packages, and the rooms inside `jax`. Each imports itself and lines above it, and nothing else:
+
+    topology: chips, holes and the cables that are left
+    machines, routing: descriptions of machines; routes between chips
+    schedule: steps of transfers, and their proof
+    cost, numpy: how long a schedule takes; the reference engine
+    planning, drawing: planners; pictures of what they make
+    availability, quarantine: the worth of plans over months; what is left out for its wrong numbers
+    launch: jobs that survive the failure of hosts
+    meshmend: the names that most programs need
+    jax, torch: engines to train with, and jobs on them
+    bench, doctor, studio: times on your chips; a look at what is installed; a page to play with
+    cli: the command line
+
+    jax/engine: run a schedule
+    jax/train: one train step
+    jax/data: which samples a step uses
+    jax/session: join a round of a job
+    jax/state: keep a state and restore it; in it layout, memory and disk, in this order
+    jax/compile: compile before it is needed
+    jax/checks: find chips that compute wrong numbers
+    jax/job: all of it in one object
 """
 
 from meshmend.cost import Forecast, Hardware, bound, predict

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshmend.jax.ordering import one_by_one
+from meshmend.jax.engine.cpu_order import one_by_one
 
 N_DEVICES, RUNS = 16, 20
 LARGE, SMALL = 200_000, 64

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshmend.jax.private import use_gloo_at
+from meshmend.jax.engine.private import use_gloo_at
 from network import listening
 
 

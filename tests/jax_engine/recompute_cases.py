@@ -19,9 +19,9 @@ from jax import lax
 from scipy.stats import binom
 
 import meshmend.jax as mmj
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.managed.data import RandomKey
-from meshmend.jax.managed.model import Model
+from meshmend.jax.data.example_keys import RandomKey
+from meshmend.jax.job.model import Model
+from meshmend.jax.session.coordination import Coordination
 
 N_SAMPLES, LAST, WIDTH = 30_000, 106, 3
 """Samples of an epoch, and how many of them are left at the start. (grain shuffles a short epoch slowly.)"""

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.session import Session
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.session import Session
 from meshmend.jax.state import Keeper, Resumed, put
-from meshmend.jax.state.layout import Reader, StateLayout
-from meshmend.jax.state.memory import Copy, PartReader
-from meshmend.jax.state.outline import Outline, dtype_named
-from meshmend.jax.state.saving import copy_to_host
-from meshmend.jax.state.sources import Source
+from meshmend.jax.state.candidates import Source
+from meshmend.jax.state.disk.write import copy_to_host
+from meshmend.jax.state.layout.flat import Outline, dtype_named
+from meshmend.jax.state.layout.state_layout import Reader, StateLayout
+from meshmend.jax.state.memory.copies import Copy, PartReader
 from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline
 

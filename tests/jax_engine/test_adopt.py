@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.engine.tiles import TiledFabric
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "jax" / "adopt"

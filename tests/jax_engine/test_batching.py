@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshmend.errors import ParameterError
 from meshmend.jax import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.batching import BatchSplit, Policy
+from meshmend.jax.data.policy import BatchSplit, Policy
 
 POLICIES = st.one_of(
     st.builds(KeepGlobal, st.integers(1, 100)),

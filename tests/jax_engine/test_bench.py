@@ -120,7 +120,7 @@ def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import meshmend.jax as mmj
     from meshmend.bench import timing
-    from meshmend.jax.job import initialize_alone
+    from meshmend.jax.session import initialize_alone
 
     session = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))
     program = mmj.install(plan(session.fabric.mesh, "latency", payload_bytes=400, hardware="cpu-xla"), session.fabric)

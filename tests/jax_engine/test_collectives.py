@@ -16,7 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
-from meshmend.jax.collectives import shard_of
+from meshmend.jax.engine.collectives import shard_of
 from meshmend.planning import PLANNERS
 
 Tree = dict[str, Any]

@@ -15,13 +15,13 @@ import meshmend
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.compiling.job_programs import recorded_compilations
-from meshmend.jax import compiler_options
-from meshmend.jax.compiler_options import OPTIONS, CompilerOption, Purpose, options_for, without_option
-from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.compiling.ahead_of_time import CompilerError, compile_step, slice_fabric
+from meshmend.jax.compile import for_topology
+from meshmend.jax.compile.for_topology import CompilerError, compile_step, slice_fabric
+from meshmend.jax.engine import compiler_options
+from meshmend.jax.engine.compiler_options import OPTIONS, CompilerOption, Purpose, options_for, without_option
 
 needs_libtpu = pytest.mark.skipif(
-    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+    not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
 SLICES = ["v5p:2x2x1", "v6e:2x2"]
 IN_ADVICE = {"apart.py": {"xla_tpu_enable_glp_ring_reordering"}, "recompute.py": {"xla_gpu_deterministic_ops"}}
@@ -51,7 +51,9 @@ def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypat
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
     by_purpose = {Purpose.OVERLAP: {"xla_cpu_enable_fast_min_max": False}}
     some = {"xla_cpu_enable_fast_min_max": True, "xla_cpu_enable_fast_math": False}
-    monkeypatch.setattr("meshmend.jax.fabric.options_for", lambda _, *purposes: by_purpose.get(purposes[0], some))
+    monkeypatch.setattr(
+        "meshmend.jax.engine.fabric.options_for", lambda _, *purposes: by_purpose.get(purposes[0], some)
+    )
     with recorded_compilations(at_least=1) as found:
         for overlap in (False, True):
             fabric.jit(lambda x: x + 1, overlap=overlap)(jnp.ones(3))

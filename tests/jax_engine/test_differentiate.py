@@ -15,7 +15,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 from meshmend.errors import ParameterError
-from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.engine.tiles import TiledFabric
 
 N_TILES, WIDTH, HIDDEN = 3, 8, 16
 SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}

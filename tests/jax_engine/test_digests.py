@@ -17,7 +17,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
-from meshmend.jax.checks.observations import digest_observations
+from meshmend.jax.checks.digests import digest_observations
 from meshmend.quarantine import Observation
 from meshmend.quarantine.judge import judge
 

@@ -14,8 +14,8 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
-from meshmend.jax.elementwise import check_elementwise, updates_of
-from meshmend.jax.layerwise import layer_numbers
+from meshmend.jax.train.optimizer_check import check_elementwise, updates_of
+from meshmend.jax.train.optimizers import layer_numbers
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -13,8 +13,8 @@ import meshmend.jax as mmj
 from jax_engine import two_hosts
 from jax_engine.two_processes import run_two
 from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.jax.batching import BatchSplit
-from meshmend.jax.feed import DeviceRows
+from meshmend.jax.data.feed import DeviceRows
+from meshmend.jax.data.policy import BatchSplit
 
 grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 

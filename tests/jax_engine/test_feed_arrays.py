@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax import feed as feed_module
-from meshmend.jax.managed.data import make_feed
-from meshmend.jax.rows import Rows
+from meshmend.jax.data import feed as feed_module
+from meshmend.jax.data.arrays import Rows
+from meshmend.jax.data.example_keys import make_feed
 
 pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 

@@ -17,9 +17,9 @@ import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from jax_engine.restart_cases import vectors_of
 from meshmend.errors import ParameterError
-from meshmend.jax.program import Update
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.update_tables import update_tables
+from meshmend.jax.engine.program import Update
+from meshmend.jax.engine.update_tables import update_tables
+from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.schedule.fused_update import update_windows, with_update
 from meshmend.schedule.lanes import lower
 from meshmend.schedule.split import reduce_scatter_of, single_chunk_of

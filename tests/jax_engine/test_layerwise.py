@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.layerwise import squares_of
-from meshmend.jax.program import Update
+from meshmend.jax.engine.program import Update
+from meshmend.jax.train.optimizers import squares_of
 
 EXAMPLES = 15
 """Of three chips, and of three tiles."""

@@ -15,11 +15,11 @@ import meshmend.jax as mmj
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop
 from meshmend.errors import ParameterError
-from meshmend.jax.fabric import HARDWARE
-from meshmend.jax.job import initialize_alone
-from meshmend.jax.job.hardware import with_hardware
-from meshmend.jax.measuring import MOST_STEPS, TARGET_S, _many_steps, _share_network, fit
-from meshmend.jax.training_plan import hardware_of
+from meshmend.jax.engine.fabric import HARDWARE
+from meshmend.jax.engine.measure import MOST_STEPS, TARGET_S, _many_steps, _share_network, fit
+from meshmend.jax.session import initialize_alone
+from meshmend.jax.session.hardware import with_hardware
+from meshmend.jax.train.plan import hardware_of
 from meshmend.schedule.lanes import count_lanes
 
 
@@ -97,7 +97,7 @@ def test_a_measurement_is_hardware_like_any_other(tmp_path: Path) -> None:
 
 
 def test_tiles_are_measured_as_their_chips_and_one_chip_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.jax.measuring.TARGET_S", 0.002)  # whatever the numbers: they are not looked at
+    monkeypatch.setattr("meshmend.jax.engine.measure.TARGET_S", 0.002)  # whatever the numbers: they are not looked at
     fabric = mmj.discover(jax.devices()[:8], shape="2x4")
     assert isinstance(mmj.measure(mmj.tile(fabric, "2x2")), Hardware)
     with pytest.raises(ParameterError, match=r"Nothing can be measured on .*: no cable joins two chips"):
@@ -108,7 +108,7 @@ def test_virtual_devices_that_stand_for_a_described_machine_are_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job plans for the machine's links, which these devices do not have; what is given goes first."""
-    monkeypatch.setattr("meshmend.jax.job.hardware.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("meshmend.jax.session.hardware.measure", lambda *_, **__: pytest.fail("measured"))
     file = tmp_path / "mine.yaml"
     file.write_text("meshmend: 1\nshape: 2x2\nhardware: tpu-v6e\n")
     session = initialize_alone(mmj.discover(jax.devices()[:4], machine=file))
@@ -121,7 +121,7 @@ def test_virtual_devices_that_stand_for_a_described_machine_are_not_measured(
 
 def test_a_job_measures_once_and_says_so_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round finds the file, whatever is left of the machine, and its timeline says nothing of measuring."""
-    monkeypatch.setattr("meshmend.jax.measuring.TARGET_S", 0.002)
+    monkeypatch.setattr("meshmend.jax.engine.measure.TARGET_S", 0.002)
     chips, found = [(row, column) for row in range(2) for column in range(3)], []
     for left in (chips, chips[:-1]):
         fabric = mmj.discover(jax.devices()[: len(left)], shape="2x3", coords=left)

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
-from meshmend.jax import ordering
-from meshmend.jax.program import Update
+from meshmend.jax.engine import cpu_order
+from meshmend.jax.engine.program import Update
 
 COLLECTIVE = re.compile(r" (collective-permute|all-reduce|all-gather|reduce-scatter|all-to-all)\(")
 LOOP = re.compile(r" (while|conditional|call)\(")
@@ -83,7 +83,7 @@ def test_the_reader_of_programs_sees_loops_side_by_side() -> None:
 
     assert len(side_by_side(compiled(both))) == 1
     assert not side_by_side(compiled(lambda x: ring(ring(x))))
-    assert not side_by_side(compiled(ordering.one_by_one(both)))
+    assert not side_by_side(compiled(cpu_order.one_by_one(both)))
 
 
 def test_what_has_literals_or_mixed_dtypes_waits_with_all_it_has() -> None:
@@ -100,7 +100,7 @@ def test_what_has_literals_or_mixed_dtypes_waits_with_all_it_has() -> None:
         return shifted(x), shifted(x[:1]), lax.psum((x, x.astype(jnp.int32)), "chip")
 
     mapped = jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=P("chip"), out_specs=P("chip"), check_vma=False)
-    compiled = jax.jit(ordering.one_by_one(mapped)).lower(jnp.arange(8.0)).compile()
+    compiled = jax.jit(cpu_order.one_by_one(mapped)).lower(jnp.arange(8.0)).compile()
     assert side_by_side(str(compiled.as_text())) == []
     for a, b in zip(jax.tree.leaves(compiled(jnp.arange(8.0))), jax.tree.leaves(mapped(jnp.arange(8.0))), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -179,7 +179,7 @@ def test_collectives_of_a_step_wait_for_each_other(name: str, tiled: bool, monke
     text, wanted = trained()
     # XLA may happen to put the others first; the backward pass of layers has a scatter beside a gather in any order.
     assert side_by_side(text) or name != "fsdp"
-    monkeypatch.setattr(ordering, "mixes_messages", lambda _: True)
+    monkeypatch.setattr(cpu_order, "mixes_messages", lambda _: True)
     text, got = trained()
     assert side_by_side(text) == []
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
@@ -189,7 +189,7 @@ def test_collectives_of_a_step_wait_for_each_other(name: str, tiled: bool, monke
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_payload_is_packed_once_and_never_copied(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA on CPU is slow at concatenating, and copies what is read after it was written into."""
-    monkeypatch.setattr(ordering, "mixes_messages", lambda _: ordered)
+    monkeypatch.setattr(cpu_order, "mixes_messages", lambda _: ordered)
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
     program = mmj.install(mm.plan(fabric.mesh, "latency"), fabric)
     init, step = mmj.train_step(loss, optax.adam(0.1), fabric, per_example=True)
@@ -205,8 +205,8 @@ def test_a_payload_is_packed_once_and_never_copied(ordered: bool, monkeypatch: p
 
 def test_only_processes_on_cpus_need_it() -> None:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    assert not ordering.mixes_messages(fabric)
-    assert ordering.in_order(ring, fabric) is ring
+    assert not cpu_order.mixes_messages(fabric)
+    assert cpu_order.in_order(ring, fabric) is ring
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshmend.errors import RestartError
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.timeline import condense
 
 N = 83

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_engine.two_processes import run_two
-from meshmend.jax.private import (
+from meshmend.jax.engine.private import (
     KeyValueStore,
     coordinator_address,
     joined_as,
@@ -22,15 +22,15 @@ from meshmend.launch.processes import free_port
 
 NO_STORE = (
     "JAX's coordination service has moved or speaks otherwise: processes of a restarting job cannot tell each other "
-    "what they hold (meshmend.jax.job.coordination). Change KeyValueStore in meshmend/jax/private.py."
+    "what they hold (meshmend.jax.session.coordination). Change KeyValueStore in meshmend/jax/engine/private.py."
 )
 NO_GLOO = (
     "JAX makes its CPU devices otherwise: Gloo would listen where the machine's name resolves to, which on Debian no "
-    "other machine reaches. Change use_gloo_at in meshmend/jax/private.py."
+    "other machine reaches. Change use_gloo_at in meshmend/jax/engine/private.py."
 )
 NO_AXES = (
     "JAX keeps track of varying values otherwise: all_reduce under check_vma=True would count gradients twice that JAX "
-    "has summed itself, without an error. Change varying_axes in meshmend/jax/private.py."
+    "has summed itself, without an error. Change varying_axes in meshmend/jax/engine/private.py."
 )
 
 

@@ -17,8 +17,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError, VerificationError
-from meshmend.jax.collectives import shard_of
-from meshmend.jax.program import UPDATES, Update, abstract_program
+from meshmend.jax.engine.collectives import shard_of
+from meshmend.jax.engine.program import UPDATES, Update, abstract_program
 from meshmend.planning import Weave
 from meshmend.schedule import Op
 

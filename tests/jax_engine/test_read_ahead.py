@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshmend.jax.read_ahead import ReadAhead
+from meshmend.jax.data.read_ahead import ReadAhead
 
 WITHIN_S = 10
 
@@ -93,7 +93,7 @@ def test_a_process_exits_while_the_thread_is_at_work() -> None:
     """A daemon thread that is killed inside C++ code, such as JAX's pytrees, would abort it."""
     program = (
         "import itertools, jax, numpy as np\n"
-        "from meshmend.jax.read_ahead import ReadAhead\n"
+        "from meshmend.jax.data.read_ahead import ReadAhead\n"
         "x = {str(i): np.arange(9) for i in range(999)}\n"
         "ahead = ReadAhead((jax.tree.map(lambda y: y[[1, 2]], x) for _ in itertools.count()), 10**6)\n"
         "next(ahead)\n"

@@ -34,7 +34,7 @@ from jax_engine.test_digests import by_hand
 from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import choose_rows
-from meshmend.jax.managed.model import Model
+from meshmend.jax.job.model import Model
 from meshmend.quarantine.judge import judge
 
 pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")

@@ -18,7 +18,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
-from meshmend.jax.program import UPDATES, Update, abstract_program
+from meshmend.jax.engine.program import UPDATES, Update, abstract_program
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 
 CHUNKS = 48

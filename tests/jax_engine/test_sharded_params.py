@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
+from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.state import StateLayout
-from meshmend.jax.tiles import TiledFabric
 
 WORDS, WIDTH, LAYERS = 11, 8, 3
 STEPS = 20

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmend.jax.shuffle import shuffled
+from meshmend.jax.data.shuffle import shuffled
 
 grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
-from meshmend.jax.shardings import specs_of_state
-from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.engine.tiles import TiledFabric
+from meshmend.jax.train.shardings import specs_of_state
 
 SPECS = {"up": P(None, "model"), "down": P("model"), "scale": P()}
 STEPS = 4

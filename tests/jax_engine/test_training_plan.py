@@ -17,8 +17,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.cost import between_tiles
 from meshmend.errors import ParameterError
-from meshmend.jax.job import initialize_alone
-from meshmend.jax.training_plan import any_pair, hardware_of
+from meshmend.jax.session import initialize_alone
+from meshmend.jax.train.plan import any_pair, hardware_of
 from meshmend.planning import PlanCache, StepDemands
 from meshmend.schedule import Collective
 

@@ -10,8 +10,7 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.test_fabric import FakeTpu
-from meshmend.jax.fabric import HARDWARE
-from meshmend.jax.wraparound import documented_wrap
+from meshmend.jax.engine.fabric import HARDWARE, documented_wrap
 from meshmend.machines.wiring import WIRING
 
 PODS = ("TPU v2", "TPU v3")

@@ -40,7 +40,7 @@ import time
 from pathlib import Path
 import jax.numpy as jnp, numpy as np, optax
 import meshmend.jax as mmj
-from meshmend.jax.state.mirror import Mirror
+from meshmend.jax.state.memory.peer_copy import Mirror
 
 if Path("no-copies").exists():
     Mirror.keep = lambda *_, **__: None

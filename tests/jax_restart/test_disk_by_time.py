@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshmend.jax.positions import check_positions
-from meshmend.jax.state.placement import place_on
+from meshmend.jax.data.exactly_once import check_positions
+from meshmend.jax.state.memory.placement import place_on
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.processes import children
 from meshmend.launch.timeline import read_timeline, timeline_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from meshmend.jax.managed.run import IN_FLIGHT
+from meshmend.jax.job.run import IN_FLIGHT
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
@@ -45,7 +45,7 @@ def steps_done(folder: Path) -> int:
     import inspect
     from argparse import ArgumentParser
 
-    from meshmend.jax.positions import check_positions
+    from meshmend.jax.data.exactly_once import check_positions
 
     n_samples = len(Path(str(inspect.getsourcefile(ArgumentParser))).read_bytes()) - 8
     return check_positions(folder / "shared", n_samples)

@@ -18,14 +18,14 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.jax.collectives import all_reduce
-from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
-from meshmend.jax.differentiate import value_and_grad
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, abstract_program
-from meshmend.jax.shardings import specs_of_state
-from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.training_plan import workload_of
+from meshmend.jax.compile.for_topology import Compiled, compile_step
+from meshmend.jax.engine.collectives import all_reduce
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.program import Program, abstract_program
+from meshmend.jax.engine.tiles import TiledFabric
+from meshmend.jax.train.plan import workload_of
+from meshmend.jax.train.shardings import specs_of_state
+from meshmend.jax.train.value_and_grad import value_and_grad
 from meshmend.schedule import Schedule
 from workloads import bert, gpt, resnet
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compile import for_topology
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "jax_billion.py"
 LAYERS, WIDTH, WORDS = 2, 256, 512
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
+@pytest.mark.skipif(not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
 def test_the_state_is_whole_on_each_chip_or_divided_by_them_and_its_copies_by_hosts() -> None:
     words = ["--layers", str(LAYERS), "--width", str(WIDTH), "--vocabulary", str(WORDS), "--sequence", "128"]
     words += ["--machines", "v6e:8x8", "--updates", "replicated", "fsdp", "--json"]

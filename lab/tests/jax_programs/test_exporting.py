@@ -23,7 +23,7 @@ import meshmend as mm
 import pages
 from meshmend.cli import app
 from meshmend.errors import ParameterError, ScheduleFileError
-from meshmend.jax.compiling.ahead_of_time import CompilerError, compile_step, has_libtpu, slice_fabric
+from meshmend.jax.compile.for_topology import CompilerError, compile_step, has_libtpu, slice_fabric
 from meshmend.schedule.lanes import lower
 from meshmend_lab.export.artefact import DeviceTables, Payload, read_artefact
 from meshmend_lab.export.bystanders import with_bystanders

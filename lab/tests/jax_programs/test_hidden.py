@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hidden import Overlap, bodies_with_permutes, overlaps
-from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compile import for_topology
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "jax_fsdp.py"
 
@@ -54,7 +54,7 @@ def test_cycles_between_a_start_and_its_done_are_hidden() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
+@pytest.mark.skipif(not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
 def test_the_backward_pass_on_v5p_hides_nearly_all_of_its_computing_beside_permutes() -> None:
     # Where the compiler aborts, or does not know one of our options, it ends its process and says why.
     words = ["--topology", "v5p:4x4x4", "--hole", "2x2x1@2,2,0", "--ways", "sharded", "--json"]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compile import for_topology
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "jax_fused_update.py"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
+@pytest.mark.skipif(not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 @pytest.mark.parametrize(
     ("topology", "hole", "cores"),

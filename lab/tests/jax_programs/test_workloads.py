@@ -11,8 +11,8 @@ import pytest
 
 import meshmend as mm
 from jax_engine import cases
-from meshmend.jax.compiling.ahead_of_time import has_libtpu, slice_fabric
-from meshmend.jax.program import abstract_program
+from meshmend.jax.compile.for_topology import has_libtpu, slice_fabric
+from meshmend.jax.engine.program import abstract_program
 
 pytest.importorskip("flax", reason="needs flax: pip install flax")
 from workloads import WORKLOADS, abstract_arguments, compile_workload, train_step

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.timeline import read_timeline, timeline_of
 from namespaced_job import NamespacedJob, unsupported_reason

@@ -35,12 +35,12 @@ from meshmend.bench.report import JOB, PSUM, as_text, compare, read_payload
 from meshmend.cost import StepDemand
 from meshmend.cost.hardware import hardware_facts
 from meshmend.errors import MeasurementError, MeshmendError, ParameterError, PlanError
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.job import Session, initialize, initialize_alone
-from meshmend.jax.job.hardware import with_hardware
-from meshmend.jax.job.single_process import is_launched
-from meshmend.jax.program import Program
-from meshmend.jax.training_plan import hardware_of
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.program import Program
+from meshmend.jax.session import Session, initialize, initialize_alone
+from meshmend.jax.session.hardware import with_hardware
+from meshmend.jax.session.single_process import is_launched
+from meshmend.jax.train.plan import hardware_of
 from meshmend.planning import PlanCache, plan
 from meshmend.planning.auto import CHOICES
 from meshmend.schedule import Schedule

@@ -18,8 +18,8 @@ from meshmend.topology import name_shape, parse_shape
 from meshmend.topology.text import is_shape
 
 if TYPE_CHECKING:
-    from meshmend.jax.compiling.ahead_of_time import Compiled
-    from meshmend.jax.tiles import TiledFabric
+    from meshmend.jax.compile.for_topology import Compiled
+    from meshmend.jax.engine.tiles import TiledFabric
 
 WIRED = "slice"
 """For --wrap: the axes that wrap in a slice of that kind and shape."""
@@ -64,8 +64,8 @@ def command(
     """
     require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
     without_devices()
-    from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
-    from meshmend.jax.tiles import tile as cut_slice
+    from meshmend.jax.compile.for_topology import compile_for, slice_fabric
+    from meshmend.jax.engine.tiles import tile as cut_slice
 
     if dtype not in ("float32", "bfloat16"):
         raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")

@@ -120,7 +120,7 @@ def measure_jax(file: str, shape: str = "") -> dict[str, Any]:
 
 def try_libtpu() -> dict[str, Any]:
     """Compile an all-reduce round a hole for a small TPU slice."""
-    from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
+    from meshmend.jax.compile.for_topology import compile_for, slice_fabric
 
     topology = "v3:4x4"
     fabric = slice_fabric(topology, failed=["2x2@0,0"])

@@ -10,19 +10,20 @@ from meshmend.extras import require
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax import checks as checks
-from meshmend.jax import fsdp as fsdp
-from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.collectives import all_gather, all_reduce, reduce_scatter
-from meshmend.jax.differentiate import value_and_grad
-from meshmend.jax.fabric import Fabric, discover
-from meshmend.jax.feed import Feed
-from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars
-from meshmend.jax.managed import Checks, Job, JobStep
-from meshmend.jax.measuring import measure
-from meshmend.jax.program import Program, install
-from meshmend.jax.tiles import tile
-from meshmend.jax.training import train_step
-from meshmend.jax.training_plan import plan
+from meshmend.jax.checks import Checks
+from meshmend.jax.data.feed import Feed
+from meshmend.jax.data.policy import KeepGlobal, KeepPerChip, Position
+from meshmend.jax.engine.collectives import all_gather, all_reduce, reduce_scatter
+from meshmend.jax.engine.fabric import Fabric, discover
+from meshmend.jax.engine.measure import measure
+from meshmend.jax.engine.program import Program, install
+from meshmend.jax.engine.tiles import tile
+from meshmend.jax.job import Job, JobStep
+from meshmend.jax.train import fsdp as fsdp
+from meshmend.jax.train.optimizers import add_decayed_weights, clip_by_global_norm, lamb, lars
+from meshmend.jax.train.plan import plan
+from meshmend.jax.train.step import train_step
+from meshmend.jax.train.value_and_grad import value_and_grad
 
 __all__ = [
     "Checks",

@@ -36,9 +36,9 @@ MODULES = (
     "grain",
     "orbax.checkpoint",
     "meshmend.jax",
-    "meshmend.jax.job",
+    "meshmend.jax.session",
     "meshmend.jax.state",
-    "meshmend.jax.compiling",
+    "meshmend.jax.compile",
 )
 """What is imported before the first worker, as far as it is installed. None of it starts a thread when imported."""
 PRELOADED = "MESHMEND_PRELOADED"

@@ -25,12 +25,12 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.checks.digests import replica_digests
 from meshmend.jax.checks.recompute import Recompute
-from meshmend.jax.compiling import CompiledTrainStep, compile_train_step
-from meshmend.jax.compiling.ahead_of_time import most_in_flight, slice_fabric
-from meshmend.jax.fsdp.params import sharder
-from meshmend.jax.managed.model import Model, joiner
-from meshmend.jax.program import Update, abstract_program
-from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.compile import CompiledTrainStep, compile_train_step
+from meshmend.jax.compile.for_topology import most_in_flight, slice_fabric
+from meshmend.jax.engine.program import Update, abstract_program
+from meshmend.jax.engine.tiles import TiledFabric
+from meshmend.jax.job.model import Model, joiner
+from meshmend.jax.train.fsdp.params import sharder
 
 WIDTH, LAYERS = 128, 2
 WAYS: dict[str, Update] = {"replicated": "replicated", "fused": "fused", "fsdp": "two-phase"}

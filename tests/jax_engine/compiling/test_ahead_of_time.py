@@ -19,13 +19,13 @@ from commandline import run
 from meshmend.cli import app
 from meshmend.cost import find_hardware, predict
 from meshmend.errors import MeshmendError, ParameterError
-from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, compile_step, slice_fabric
-from meshmend.jax.tiles import tile
+from meshmend.jax.compile import for_topology
+from meshmend.jax.compile.for_topology import Compiled, CompilerError, compile_for, compile_step, slice_fabric
+from meshmend.jax.engine.tiles import tile
 from standins import tree_schedule
 
 needs_libtpu = pytest.mark.skipif(
-    not ahead_of_time.has_libtpu(),
+    not for_topology.has_libtpu(),
     reason="needs the TPU compiler: pip install 'meshmend[tpu]'",
 )
 MEGABYTES = 102_400_000
@@ -160,10 +160,10 @@ ENTRY %main (p: f32[]) -> f32[] {
   %f = f32[8] all-reduce(%x), replica_groups={{0,1}}
 }
 """
-    assert ahead_of_time.count_collectives(hlo) == (3, 1)
-    assert ahead_of_time.most_in_flight(hlo) == 2
-    assert "{0,1}" not in ahead_of_time.without_pairs(hlo)
-    assert "op_name" not in ahead_of_time.without_pairs(hlo)
+    assert for_topology.count_collectives(hlo) == (3, 1)
+    assert for_topology.most_in_flight(hlo) == 2
+    assert "{0,1}" not in for_topology.without_pairs(hlo)
+    assert "op_name" not in for_topology.without_pairs(hlo)
 
 
 @needs_libtpu

@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshmend.jax.compiling.fingerprint import UnidentifiedError, fingerprint
+from meshmend.jax.compile.fingerprint import UnidentifiedError, fingerprint
 
 SOURCE = """
 import jax

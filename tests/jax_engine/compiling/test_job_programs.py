@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compile import for_topology
 
 needs_libtpu = pytest.mark.skipif(
-    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+    not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
 IN_TRAINING = ["jit_init", "jit_step", "jit_cut", "jit_gather_rows", "jit_vote"]
 """What `compile_train_step` compiles: the last three cut a state into copies, send them when it is restored, and let

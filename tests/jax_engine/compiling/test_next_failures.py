@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 
 from meshmend.errors import PlanError
-from meshmend.jax.compiling import CompileAhead
-from meshmend.jax.job import Session
+from meshmend.jax.compile import CompileAhead
+from meshmend.jax.session import Session
 from meshmend.launch import Timeline, read_timeline
 
 PATIENCE_S = 60.0
@@ -121,7 +121,7 @@ def test_an_interpreter_that_ends_with_a_build_under_way_does_not_crash() -> Non
     """A daemon thread inside XLA's compiler aborts the process if the interpreter ends under it."""
     code = """
 import threading, types, jax, jax.numpy as jnp
-from meshmend.jax.compiling import CompileAhead
+from meshmend.jax.compile import CompileAhead
 from meshmend.launch import Timeline
 
 def many(x):

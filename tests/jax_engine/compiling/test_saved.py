@@ -23,17 +23,17 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.compiling import CompiledTrainStep, compile_train_step
-from meshmend.jax.compiling.fingerprint import fingerprint
-from meshmend.jax.compiling.saved import SavedSteps, shapes_of
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.job import initialize_alone
-from meshmend.jax.managed.model import Model
-from meshmend.jax.managed.run import TrainingRun
-from meshmend.jax.state.layout import put as put_on
+from meshmend.jax.compile import CompiledTrainStep, compile_train_step
+from meshmend.jax.compile.fingerprint import fingerprint
+from meshmend.jax.compile.saved import SavedSteps, shapes_of
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.job.model import Model
+from meshmend.jax.job.run import TrainingRun
+from meshmend.jax.session import initialize_alone
+from meshmend.jax.state.layout.state_layout import put as put_on
 from meshmend.jax.state.timetable import Wishes
 from meshmend.jax.state.voting import Ballot
-from meshmend.jax.training_plan import TrainingPlan
+from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch.signing import FILE_KEY, KEY_ENDS
 
 KEY = bytes(range(32))

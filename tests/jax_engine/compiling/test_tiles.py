@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 from meshmend.cli import app
-from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compile import for_topology
 
 needs_libtpu = pytest.mark.skipif(
-    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+    not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
 
 STEP = """
 import sys, json, jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
 from jax.sharding import PartitionSpec as P
-from meshmend.jax.compiling.ahead_of_time import compile_step, slice_fabric
+from meshmend.jax.compile.for_topology import compile_step, slice_fabric
 from jax_engine.reach import reach_of_collectives
-from meshmend.jax.program import abstract_program
+from meshmend.jax.engine.program import abstract_program
 
 topology, side, hole = sys.argv[1:]
 fabric = mmj.tile(slice_fabric(topology, failed=[hole]), side)
@@ -91,7 +91,9 @@ def test_the_command_compiles_for_tiles() -> None:
 @needs_libtpu
 @pytest.mark.slow
 def test_the_v6e_compiler_aborts_without_the_fabrics_options() -> None:
-    without = "import meshmend.jax.tiles as tiles; tiles.TiledFabric.compiler_options = property(lambda self: {})\n"
+    without = (
+        "import meshmend.jax.engine.tiles as tiles; tiles.TiledFabric.compiler_options = property(lambda self: {})\n"
+    )
     done = compile_step(without + STEP, "v6e:8x8", "2x2", "2,2")
     assert done.returncode
     assert "Unexpected device_id" in done.stderr

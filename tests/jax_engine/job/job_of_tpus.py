@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
 from jax_engine.compiling.job_programs import build
-from meshmend.jax.compiling.ahead_of_time import slice_fabric
-from meshmend.jax.job import Session, initialize_alone, survivors
-from meshmend.jax.job.compile_cache import use_compile_cache
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.managed.run import AHEAD_AFTER
+from meshmend.jax.compile.for_topology import slice_fabric
+from meshmend.jax.job.run import AHEAD_AFTER
+from meshmend.jax.session import Session, initialize_alone, survivors
+from meshmend.jax.session.compile_cache import use_compile_cache
+from meshmend.jax.session.coordination import Coordination
 from meshmend.launch import Launch, Timeline
 
 CACHE, STEPS = Path("compiled"), AHEAD_AFTER + 1

@@ -11,9 +11,9 @@ import optax
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.compiling import compile_train_step
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.program import UPDATES, Update
+from meshmend.jax.compile import compile_train_step
+from meshmend.jax.engine.program import UPDATES, Update
+from meshmend.jax.session.coordination import Coordination
 
 
 def build(fabric: mmj.Fabric, update: Update) -> bool:

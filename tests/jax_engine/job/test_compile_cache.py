@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import jax, jax.numpy as jnp
-from meshmend.jax.job.compile_cache import use_compile_cache
+from meshmend.jax.session.compile_cache import use_compile_cache
 use_compile_cache(None)
 print(jax.config.jax_enable_compilation_cache)
 jax.jit(lambda x: x + 1)(jnp.zeros(3))
@@ -23,7 +23,7 @@ jax.jit(lambda x: x - 1)(jnp.zeros(3))
 SAVED = """
 import jax, numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from meshmend.jax.job.compile_cache import use_compile_cache, use_no_compile_cache
+from meshmend.jax.session.compile_cache import use_compile_cache, use_no_compile_cache
 
 def saved(x):
     compiled = jax.jit(lambda x: (x * x).sum(0)).lower(x).compile()

@@ -19,9 +19,9 @@ import pytest
 
 import meshmend.jax as mmj
 from meshmend.errors import PlanError, RestartError
-from meshmend.jax.job import Session
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.training_plan import TrainingPlan
+from meshmend.jax.session import Session
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch import Launch, Timeline
 from meshmend.launch.processes import free_port
 from meshmend.planning import PlanCache
@@ -249,7 +249,7 @@ import os, sys, time
 import jax
 import numpy as np
 import meshmend.jax as mmj
-from meshmend.jax.job import initialize
+from meshmend.jax.session import initialize
 from meshmend.launch import Launch
 
 launch = Launch(sys.argv[1], 2, int(sys.argv[2]))

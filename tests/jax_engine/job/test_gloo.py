@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshmend.errors import VersionError
-from meshmend.jax.job.gloo import listen_where_reached
+from meshmend.jax.session.gloo import listen_where_reached
 from meshmend.launch.environment import Launch
 
 LACKS = VersionError("Gloo at a given address", "jax", "99.0", ["jaxlib:_jax.make_gloo_tcp_collectives"], "0.10.2")
@@ -31,8 +31,8 @@ class Machine:
                 raise socket.gaierror("Name or service not known")
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ADDRESSES[name], 0))]
 
-        monkeypatch.setattr("meshmend.jax.job.gloo.use_gloo_at", use)
-        monkeypatch.setattr("meshmend.jax.job.gloo.coordinator_address", lambda: coordinator)
+        monkeypatch.setattr("meshmend.jax.session.gloo.use_gloo_at", use)
+        monkeypatch.setattr("meshmend.jax.session.gloo.coordinator_address", lambda: coordinator)
         monkeypatch.setattr("socket.gethostname", lambda: name)
         monkeypatch.setattr("socket.getaddrinfo", resolve)
 

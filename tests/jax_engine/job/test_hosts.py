@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.job import initialize_alone
-from meshmend.jax.job.session import check_hosts, check_preloaded
-from meshmend.jax.job.single_process import is_launched
-from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
+from meshmend.jax.session import initialize_alone
+from meshmend.jax.session.session import check_hosts, check_preloaded
+from meshmend.jax.session.single_process import is_launched
+from meshmend.jax.session.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Launch, Timeline, read_launch, read_timeline
 from meshmend.launch import timeline as timelines
 from meshmend.launch.local import worker_environment
@@ -148,7 +148,7 @@ def of_hosts(n_devices: int, per_host: int, monkeypatch: pytest.MonkeyPatch) -> 
     def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
         return mmj.discover([one.device for one in used], **facts)
 
-    monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
+    monkeypatch.setattr("meshmend.jax.session.survivors.discover", discover)
     return [Of(device, i // per_host) for i, device in enumerate(jax.devices()[:n_devices])]
 
 
@@ -319,7 +319,7 @@ def test_a_process_knows_when_it_was_started() -> None:
 
 def test_importing_the_engine_brings_neither_orbax_nor_grain() -> None:
     code = (
-        "import sys, meshmend.jax, meshmend.jax.job, meshmend.jax.state, meshmend.jax.compiling; "
+        "import sys, meshmend.jax, meshmend.jax.session, meshmend.jax.state, meshmend.jax.compile; "
         "print([m for m in ('orbax', 'grain', 'torch', 'tensorstore') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

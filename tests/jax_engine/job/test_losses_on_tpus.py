@@ -24,18 +24,18 @@ import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
 from meshmend.cost import find_hardware
 from meshmend.errors import PlanError
-from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.job import Session
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.survivors import find_fabric
-from meshmend.jax.managed.run import check_losses
-from meshmend.jax.state.placement import place_on
+from meshmend.jax.compile import for_topology
+from meshmend.jax.job.run import check_losses
+from meshmend.jax.session import Session
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.survivors import find_fabric
+from meshmend.jax.state.memory.placement import place_on
 from meshmend.launch import Launch, Timeline
 from meshmend.planning import StepDemands, Workload
 from meshmend.quarantine import Quarantined, Suspect
 
 needs_libtpu = pytest.mark.skipif(
-    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+    not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
 
 

@@ -13,9 +13,9 @@ import meshmend.jax as mmj
 from jax_engine.job.test_hosts import Of, of_hosts
 from jax_engine.managed.managed_cases import assert_same_bits, train
 from meshmend.errors import QuarantineError, RestartError
-from meshmend.jax.job import Session, initialize_alone
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, leave_out
+from meshmend.jax.session import Session, initialize_alone
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, leave_out
 from meshmend.launch import Hosts, Launch, Timeline
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import meshmend.jax as mmj
-from meshmend.jax.job import Session, initialize_alone
+from meshmend.jax.session import Session, initialize_alone
 from meshmend.launch.timeline import timeline_of
 
 N_SAMPLES, BATCH = 100, 32

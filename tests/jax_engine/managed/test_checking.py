@@ -19,8 +19,8 @@ from jax import lax
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, assert_same_bits, loss
 from meshmend.errors import ParameterError, QuarantineError
-from meshmend.jax.job import Session, initialize_alone
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
+from meshmend.jax.session import Session, initialize_alone
 from meshmend.launch.timeline import timeline_of
 from meshmend.quarantine import FaultLog, QuarantineList, Suspect
 

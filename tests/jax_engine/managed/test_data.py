@@ -12,7 +12,7 @@ import pytest
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import DATASET, HOLED, N_SAMPLES, alone
 from meshmend.errors import ParameterError
-from meshmend.jax.managed.data import make_feed, with_offsets
+from meshmend.jax.data.example_keys import make_feed, with_offsets
 
 X, Y = DATASET["x"], DATASET["y"]
 

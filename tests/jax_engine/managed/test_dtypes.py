@@ -13,7 +13,7 @@ import pytest
 
 from jax_engine.managed.managed_cases import DATASET, PARAMS, job, loss, train
 from meshmend.errors import ParameterError
-from meshmend.jax.managed.model_state import outputs_that_depend
+from meshmend.jax.job.model_state import outputs_that_depend
 
 INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=0.02)
 BFLOAT16 = PARAMS | {"w": PARAMS["w"].astype(jnp.bfloat16)}

@@ -29,8 +29,8 @@ from jax_engine.managed.managed_cases import (
     train,
 )
 from meshmend.errors import RestartError
-from meshmend.jax.managed.model import Model
-from meshmend.jax.positions import check_positions
+from meshmend.jax.data.exactly_once import check_positions
+from meshmend.jax.job.model import Model
 
 STEPS = 9  # of 4 per epoch, the last of each with 4 samples
 

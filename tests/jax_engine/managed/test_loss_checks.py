@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import BATCH, HOLED, ONE, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError
-from meshmend.jax.managed.loss_checks import LossWatch, check_independence
+from meshmend.jax.job.loss_checks import LossWatch, check_independence
 
 Loss = Callable[..., Any]
 REFUSED = r"An example's loss depends on the other examples of its batch: it is \S+, and \S+ when other examples"
@@ -245,7 +245,7 @@ def test_a_loss_with_side_effects_is_not_called_once_more(tmp_path: Path) -> Non
 
 def test_a_job_that_goes_on_does_not_check_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = mock.Mock(wraps=check_independence)
-    monkeypatch.setattr("meshmend.jax.managed.run.check_independence", check)
+    monkeypatch.setattr("meshmend.jax.job.run.check_independence", check)
     for steps in (2, 4):
         one = job(tmp_path / "shared", memory_every=1)
         train(one, steps)

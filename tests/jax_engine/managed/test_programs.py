@@ -21,9 +21,10 @@ from meshmend.launch.signing import FILE_KEY
 
 OPTION = {"xla_cpu_enable_fast_min_max": True}
 """One that a CPU's compiler knows, in the place of those for TPUs."""
-OF_JOBS = [f"jax/{part}/*.py" for part in ("state", "managed", "checks", "compiling")] + [
-    "jax/fsdp/params.py",
-    "jax/measuring.py",
+OF_JOBS = [f"jax/{part}/**/*.py" for part in ("state", "job", "checks", "compile")] + [
+    "jax/data/example_keys.py",
+    "jax/train/fsdp/params.py",
+    "jax/engine/measure.py",
 ]
 CHECKED = {"checks": mmj.Checks(digests_every=1, recompute_every=2)}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -47,7 +48,7 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-    monkeypatch.setattr("meshmend.jax.fabric.options_for", lambda *_: OPTION)
+    monkeypatch.setattr("meshmend.jax.engine.fabric.options_for", lambda *_: OPTION)
     of_job, of_training = KINDS[kind]
     with recorded_compilations() as compiled:
         for steps, hole in ((2, ""), (3, " minus 0,0")):

@@ -18,10 +18,10 @@ import pytest
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError, PlanError, RestartError
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.single_process import initialize_alone, is_launched
-from meshmend.jax.managed.ending import Ending
-from meshmend.jax.managed.shared import open_shared
+from meshmend.jax.job.exit import Ending
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.shared_folder import open_shared
+from meshmend.jax.session.single_process import initialize_alone, is_launched
 from meshmend.planning import StepDemands
 from meshmend.schedule import Collective
 
@@ -127,11 +127,11 @@ def test_a_planner_is_asked_about_losses_until_the_job_has_started_with_it(
         asked.append((demands.planner, demands.workload.collective))
         raise PlanError(demands.planner, "a mesh", "so it is.", ["weave"])
 
-    monkeypatch.setattr("meshmend.jax.managed.run.check_losses", refuse)
+    monkeypatch.setattr("meshmend.jax.job.run.check_losses", refuse)
     with pytest.raises(PlanError, match=r"so it is\. Planners that can serve this mesh: weave"):
         train(job(tmp_path / "shared"), 1)
     with monkeypatch.context() as patched:
-        patched.setattr("meshmend.jax.managed.run.check_losses", lambda *_: None)
+        patched.setattr("meshmend.jax.job.run.check_losses", lambda *_: None)
         train(job(tmp_path / "shared"), 1)
     train(job(tmp_path / "shared"), 2)  # it may have lost a host already, and goes on as long as it can
     with pytest.raises(PlanError, match="row-pairs"):
@@ -140,7 +140,7 @@ def test_a_planner_is_asked_about_losses_until_the_job_has_started_with_it(
 
 
 def test_no_room_for_copies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.jax.state.redundancy.shutil.disk_usage", lambda _: SimpleNamespace(free=9))
+    monkeypatch.setattr("meshmend.jax.state.memory.redundancy.shutil.disk_usage", lambda _: SimpleNamespace(free=9))
     with pytest.raises(RestartError, match=r"need \S+ MB of memory, and process 0 has room for 0 MB.* memory_every=0"):
         train(job(tmp_path / "shared"), 1)
     train(job(tmp_path / "shared", memory_every=0), 1)
@@ -163,7 +163,7 @@ def test_shared_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("meshmend.jax.managed.shared.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("meshmend.jax.session.shared_folder.tempfile.NamedTemporaryFile", refuse)
     with pytest.raises(RestartError, match=f"user {os.getuid()}.*Permission denied.* Give that user the right"):
         open_shared(tmp_path / "other")
 
@@ -234,8 +234,8 @@ def test_an_error_while_the_links_are_measured_ends_the_process_at_once(
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("connection reset by peer")
 
-    monkeypatch.setattr("meshmend.jax.managed.job._join", lambda _: session)
-    monkeypatch.setattr("meshmend.jax.managed.job.with_hardware", fail)
+    monkeypatch.setattr("meshmend.jax.job.job._join", lambda _: session)
+    monkeypatch.setattr("meshmend.jax.job.job.with_hardware", fail)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(ValueError, match="connection reset"):
         mmj.Job(tmp_path, 8)

@@ -14,7 +14,7 @@ import pytest
 
 from jax_engine.managed.managed_cases import DATASET, PARAMS, job, train
 from meshmend.errors import RestartError, TransientError
-from meshmend.jax.managed.script import FILE, Script, begin, naming_the_writer
+from meshmend.jax.job.script import FILE, Script, begin, naming_the_writer
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from jax_engine.managed.managed_cases import (
     train,
 )
 from meshmend.errors import ParameterError, RestartError
-from meshmend.jax.job.survivors import fabric_of_hosts
+from meshmend.jax.session.survivors import fabric_of_hosts
 from meshmend.launch.hosts import Hosts
 
 SHARDINGS = {"w": P(None, "model"), "out": P("model")}

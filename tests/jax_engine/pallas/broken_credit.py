@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import meshmend as mm
 from jax_engine.pallas.kernel_cases import fabric_for, integers, run_made, without_credit
-from meshmend.jax.pallas.instructions import instructions_of
+from meshmend.jax.engine.pallas.instructions import instructions_of
 
 if __name__ == "__main__":
     schedule = mm.plan(mm.Mesh("1x3"), "weave", chunks=6)

@@ -14,8 +14,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.cases import on_chips
 from jax_engine.pallas.kernel_model import decode
-from meshmend.jax.pallas.installed import InstalledKernel
-from meshmend.jax.pallas.instructions import Instructions, Kind
+from meshmend.jax.engine.pallas.installed import InstalledKernel
+from meshmend.jax.engine.pallas.instructions import Instructions, Kind
 from meshmend.planning import PLANNERS
 
 MODES: tuple[Literal["on_wait", "eager"], ...] = ("on_wait", "eager")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from meshmend.jax.pallas.instructions import Instructions, Kind
+from meshmend.jax.engine.pallas.instructions import Instructions, Kind
 
 Place = tuple[int, int]
 """A port and a slot."""

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.compiling.ahead_of_time import count_collectives, has_libtpu, slice_fabric
-from meshmend.jax.program import abstract_program
+from meshmend.jax.compile.for_topology import count_collectives, has_libtpu, slice_fabric
+from meshmend.jax.engine.program import abstract_program
 
 TILE_BYTES = 4096
 SLICES = {"v4:4x4x4": "2x2x1@0,0,0", "v5p:8x8x8": "2x2x1@2,2,2", "v6e:16x16": "4x2@6,8"}

@@ -12,7 +12,7 @@ import meshmend as mm
 from jax_engine.cases import PLANS, schedule_of
 from jax_engine.pallas.kernel_cases import ADD, CREDIT, DIRECT, HOLES, plan_small, with_word, without_credit
 from jax_engine.pallas.kernel_model import Broken, Machine, decode, explore, run_at_random
-from meshmend.jax.pallas.instructions import Kind, instructions_of
+from meshmend.jax.engine.pallas.instructions import Kind, instructions_of
 from meshmend.planning import PLANNERS
 from meshmend.schedule import Op
 

@@ -27,8 +27,8 @@ from jax_engine.pallas.kernel_cases import (
 )
 from jax_engine.pallas.kernel_model import Broken, explore
 from meshmend.errors import ParameterError
-from meshmend.jax.pallas import instructions, kernel
-from meshmend.jax.pallas.instructions import instructions_of
+from meshmend.jax.engine.pallas import instructions, kernel
+from meshmend.jax.engine.pallas.instructions import instructions_of
 from meshmend.planning import PLANNERS
 
 HOLED = mm.Mesh("2x3", failed=["0,0"])

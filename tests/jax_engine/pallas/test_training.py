@@ -16,7 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.pallas.kernel_cases import fabric_for, interpret
 from meshmend.errors import ParameterError
-from meshmend.jax.pallas.instructions import Kind
+from meshmend.jax.engine.pallas.instructions import Kind
 
 MESH = mm.Mesh("2x2", failed=["0,0"])
 

@@ -30,12 +30,12 @@ import pytest
 
 from jax_engine.restart_cases import Started, Vectors, assert_is_step, elements, empty, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.gather import NeededParts
+from meshmend.jax.state.candidates import Source, rank_sources
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, PartReader
-from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.placement import place
-from meshmend.jax.state.sources import Source, rank_sources
+from meshmend.jax.state.memory.collect import NeededParts
+from meshmend.jax.state.memory.copies import MAGIC, Copy, HostMemory, PartReader
+from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
+from meshmend.jax.state.memory.placement import place
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,8 +12,8 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.session import Session
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.session import Session
 from meshmend.jax.state import Keeper, StateLayout
 from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline

@@ -13,10 +13,10 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.checkpoints import ClaimWatch
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.fetch import OneAtATime, Saving
-from meshmend.jax.state.orbax import ChunkStore
+from meshmend.jax.state.disk.background import ClaimWatch
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.disk.orbax import ChunkStore
+from meshmend.jax.state.waiting import OneAtATime, Saving
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -140,7 +140,7 @@ def test_a_hung_folder_is_noticed_beside_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
 ) -> None:
     monkeypatch.setattr(
-        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
+        "meshmend.jax.state.disk.background.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
     )
     job = started(tmp_path, disk_every=1000)
     monkeypatch.setattr(Disk, "check_claim", lambda *_: back.wait())
@@ -168,7 +168,7 @@ def test_a_hung_folder_is_noticed_beside_training(
 
 def test_another_part_that_continues_stops_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
+        "meshmend.jax.state.disk.background.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
     )
     job = started(tmp_path, disk_every=1000)
     job.keep(1)

@@ -17,9 +17,9 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
-from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.sources import check_agreement
+from meshmend.jax.state.candidates import check_agreement
+from meshmend.jax.state.layout.state_layout import StateLayout
+from meshmend.jax.state.layout.tree_signature import Identity
 
 F32 = np.float32
 

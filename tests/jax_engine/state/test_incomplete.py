@@ -11,7 +11,7 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
-from meshmend.jax.state.memory import Copy
+from meshmend.jax.state.memory.copies import Copy
 from meshmend.launch.environment import LAUNCHER, Launch
 
 Options = dict[str, Any]

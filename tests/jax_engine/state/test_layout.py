@@ -26,10 +26,10 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.restart_cases import read_vectors
 from meshmend.errors import ParameterError, RestartError
-from meshmend.jax.state.gather import aligned_empty
-from meshmend.jax.state.layout import StateLayout, device_number, put
-from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
-from meshmend.jax.training import TrainStep
+from meshmend.jax.state.layout.flat import Outline, ShardedArray, dtype_named
+from meshmend.jax.state.layout.state_layout import StateLayout, device_number, put
+from meshmend.jax.state.memory.collect import aligned_empty
+from meshmend.jax.train.step import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]

@@ -28,12 +28,12 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
 from meshmend.errors import RestartError, TransientError
-from meshmend.jax.state.boxes import Box, ChunkGrid, overlap, rectangles, size_of
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.layout import StateLayout, put
-from meshmend.jax.state.loading import read_foreign
-from meshmend.jax.state.orbax import names_of
-from meshmend.jax.state.saving import ChunkWriter, VectorRun, copy_to_host
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.disk.orbax import names_of
+from meshmend.jax.state.disk.read import read_foreign
+from meshmend.jax.state.disk.write import ChunkWriter, VectorRun, copy_to_host
+from meshmend.jax.state.layout.rectangles import Box, ChunkGrid, overlap, rectangles, size_of
+from meshmend.jax.state.layout.state_layout import StateLayout, put
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -288,7 +288,7 @@ def test_what_orbax_may_have_written_and_is_not_this_tree(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["replicated", "tiled"])
 def test_a_device_copies_the_rows_that_its_share_is_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator; and what was copied stays as it was when its array is overwritten."""
-    monkeypatch.setattr("meshmend.jax.state.saving.SLICED_FROM_BYTES", 16)
+    monkeypatch.setattr("meshmend.jax.state.disk.write.SLICED_FROM_BYTES", 16)
     job = trained(kind)
     state = job.after_two_steps()
     expected = [(run.name, run.start, run.elements.tobytes()) for run in copy_to_host(job.layout, *state)]
@@ -395,7 +395,8 @@ class Hosts:
 def test_hosts_write_their_shares_and_together_every_chunk_once(
     kind: str, n_hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshmend.jax.state.boxes.chunk_shape.__defaults__", (40,))  # many chunks have several owners
+    # Many chunks have several owners.
+    monkeypatch.setattr("meshmend.jax.state.layout.rectangles.chunk_shape.__defaults__", (40,))
     job = trained(kind)
     hosts = Hosts(job, n_hosts, tmp_path)
     state = job.after_two_steps()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import meshmend as mm
-from meshmend.jax.state.outline import Outline, ShardedArray
-from meshmend.jax.state.placement import Placement, place_on
+from meshmend.jax.state.layout.flat import Outline, ShardedArray
+from meshmend.jax.state.memory.placement import Placement, place_on
 from meshmend.launch.hosts import Hosts
 
 MACHINES = [

@@ -11,10 +11,10 @@ import pytest
 
 from jax_engine.restart_cases import Started, begin
 from meshmend.errors import RestartError
-from meshmend.jax.state import placement, redundancy
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.memory import KEPT
-from meshmend.jax.state.redundancy import CHECKED_COPIES, Room, choose_blocks, copy_bytes, look_for_room
+from meshmend.jax.state.layout.state_layout import StateLayout
+from meshmend.jax.state.memory import placement, redundancy
+from meshmend.jax.state.memory.copies import KEPT
+from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks, copy_bytes, look_for_room
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN
 
 N_HOSTS, N_COPIES, MOST = 8, 2, 4

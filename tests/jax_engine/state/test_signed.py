@@ -16,7 +16,7 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
-from meshmend.jax.state.orbax import STATE, SavedArrays
+from meshmend.jax.state.disk.orbax import STATE, SavedArrays
 from meshmend.launch.signing import FILE_KEY, KEY_ENDS, checksum, file_key, hand_over_key, is_signed, signature
 
 SECRET = "only the job knows this"  # noqa: S105

@@ -18,11 +18,11 @@ import pytest
 
 from jax_engine.restart_cases import Started, arrays_on_disk, assert_is_step, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.fetch import with_timeout
-from meshmend.jax.state.folders import FolderLock, default_folder, delete_stale
+from meshmend.jax.state.candidates import Source, rank_sources
+from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.sources import Source, rank_sources
+from meshmend.jax.state.memory.folders import FolderLock, default_folder, delete_stale
+from meshmend.jax.state.waiting import with_timeout
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -241,7 +241,7 @@ def test_another_job_does_not_go_on_from_this_ones_state(tmp_path: Path, monkeyp
 def test_two_writers_of_one_folder_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FolderLock.take, "__kwdefaults__", {"timeout_s": 0.0})
     code = (
-        "import sys; from pathlib import Path; from meshmend.jax.state.folders import FolderLock\n"
+        "import sys; from pathlib import Path; from meshmend.jax.state.memory.folders import FolderLock\n"
         f"lock = FolderLock(Path({str(tmp_path)!r})); lock.take(); print('held', flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -23,15 +23,15 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.restart_cases import Vectors, collect, empty, read_vectors, vectors_of, with_parts
 from meshmend.errors import RestartError
-from meshmend.jax.state import gather as gathering
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.memory import ASIDE, Copy, HostMemory, PartReader, read_copy
-from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.outline import Outline, ShardedArray
-from meshmend.jax.state.placement import place
-from meshmend.jax.state.sources import Source, rank_sources
+from meshmend.jax.state.candidates import Source, rank_sources
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.layout.flat import Outline, ShardedArray
+from meshmend.jax.state.layout.state_layout import StateLayout
+from meshmend.jax.state.layout.tree_signature import Identity
+from meshmend.jax.state.memory import collect as gathering
+from meshmend.jax.state.memory.copies import ASIDE, Copy, HostMemory, PartReader, read_copy
+from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
+from meshmend.jax.state.memory.placement import place
 from meshmend.launch.hosts import Hosts
 
 HOSTS = Hosts.of("8x8", "4x2")

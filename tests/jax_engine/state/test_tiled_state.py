@@ -17,14 +17,14 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.restart_cases import Vectors, collect, empty, read_vectors, vectors_of
 from meshmend.errors import RestartError
-from meshmend.jax.program import Update
+from meshmend.jax.engine.program import Update
 from meshmend.jax.state import fetch, put
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.memory import Copy
-from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.outline import Outline, ShardedArray
-from meshmend.jax.state.placement import hosts_of_chips, place
-from meshmend.jax.state.sources import rank_sources
+from meshmend.jax.state.candidates import rank_sources
+from meshmend.jax.state.layout.flat import Outline, ShardedArray
+from meshmend.jax.state.layout.state_layout import StateLayout
+from meshmend.jax.state.memory.copies import Copy
+from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
+from meshmend.jax.state.memory.placement import hosts_of_chips, place
 from meshmend.launch.hosts import Hosts
 
 HOSTS = Hosts.of("4x4", "2x2")

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 from jax_engine.restart_cases import Started, assert_is_step, collect, elements, empty, with_parts
 from meshmend.errors import RestartError
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, read_copy
-from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.placement import place
-from meshmend.jax.state.sources import UNCHECKED, rank_sources
-from meshmend.jax.state.trust import Trust
+from meshmend.jax.state.candidates import UNCHECKED, Trust, rank_sources
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.memory.copies import MAGIC, Copy, HostMemory, read_copy
+from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
+from meshmend.jax.state.memory.placement import place
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -303,7 +302,7 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
         if not is_whole:
             copy = replace(copy, parts=copy.parts[1:], data=copy.data[1:])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshmend.jax.state.memory.KEPT", 99)
+            patch.setattr("meshmend.jax.state.memory.copies.KEPT", 99)
             job.keeper.memory.write(replace(copy, verified=min(verified, step)))
 
     # The oracle: of all whole ones that no observation speaks against, the last attempt's last step.
@@ -315,7 +314,7 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
     doubted = [key for key in copies if any(key[0] <= attempt and key[1] > last for attempt, last in observations)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshmend.jax.state.keeper.Mirror", MagicMock())
-        patch.setattr("meshmend.jax.state.checkpoints.warnings.warn", lambda *_, **__: None)
+        patch.setattr("meshmend.jax.state.disk.background.warnings.warn", lambda *_, **__: None)
         if not good and doubted and min(last for attempt, last in observations if attempt == max(observations)[0]):
             with pytest.raises(RestartError, match="the last verified one, or before can be restored"):
                 job.restore()

@@ -18,12 +18,13 @@ import optax
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.state import boxes, loading
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.orbax import ChunkStore, imported
-from meshmend.jax.state.saving import checksum_of, copy_to_host
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.state.disk import read
+from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.disk.orbax import ChunkStore, imported
+from meshmend.jax.state.disk.write import checksum_of, copy_to_host
+from meshmend.jax.state.layout import rectangles
+from meshmend.jax.state.layout.state_layout import StateLayout
 
 
 class Counted:
@@ -47,7 +48,7 @@ class Counted:
 
 def main() -> dict[str, Any]:
     me = jax.process_index()
-    boxes.chunk_shape.__defaults__ = (1 << 14,)  # small, beside what a process has in one piece
+    rectangles.chunk_shape.__defaults__ = (1 << 14,)  # small, beside what a process has in one piece
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     tiles = [(row, 2 * host + column) for host in (0, 1) for row in range(4) for column in (0, 1)]
     fabric = mmj.discover(devices, coords=tiles, shape="4x4", failed=["2x2@0,2"])
@@ -76,7 +77,7 @@ def main() -> dict[str, Any]:
         return checksum(values)
 
     ChunkStore.write = count_write  # type: ignore[method-assign]
-    vars(loading)["checksum_of"] = count_read
+    vars(read)["checksum_of"] = count_read
     assert disk.save(layout, 1, 3, params, state, None) == ""
     saved = disk.finished(within_s=120)
     coordination.exchange(saved)

@@ -343,7 +343,7 @@ class Run:
                 raise LabError(f"The job never reached {what}; see {self.folder}/host-*.log.")
 
     def _check(self) -> None:
-        from meshmend.jax.positions import check_positions
+        from meshmend.jax.data.exactly_once import check_positions
 
         steps = check_positions(self.folder, N_SAMPLES)
         if steps != self.job.steps:

@@ -80,12 +80,12 @@ def main(path: str) -> None:
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax.compiling.saved import SavedSteps, shapes_of
-    from meshmend.jax.job import initialize
-    from meshmend.jax.job.hardware import with_hardware
-    from meshmend.jax.job.session import RECOVERY_BUDGET_S
+    from meshmend.jax.compile.saved import SavedSteps, shapes_of
+    from meshmend.jax.session import initialize
+    from meshmend.jax.session.hardware import with_hardware
+    from meshmend.jax.session.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, put
-    from meshmend.jax.training_plan import TrainingPlan, any_pair
+    from meshmend.jax.train.plan import TrainingPlan, any_pair
     from meshmend.launch.timeline import timeline_of
     from meshmend.planning import PlanCache
 

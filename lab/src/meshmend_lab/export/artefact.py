@@ -162,7 +162,7 @@ def check_replaceable(folder: Path) -> None:
 def read_artefact(folder: str | Path, *, max_bytes: int = MAX_BYTES) -> Artefact:
     """Read an artefact that may be damaged or hostile; prove its plan, and hold its tables to it.
 
-    The program is not looked into: `meshmend.jax.compiling.check_program` compares it with the plan's own.
+    The program is not looked into: `check_program` compares it with the plan's own.
     """
     folder = Path(folder)
     try:

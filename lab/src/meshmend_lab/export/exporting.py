@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshmend.errors import ParameterError, ScheduleFileError
 from meshmend.extras import own_version
-from meshmend.jax.collectives import all_reduce
-from meshmend.jax.program import ChunkLayout, Program, Tables
+from meshmend.jax.engine.collectives import all_reduce
+from meshmend.jax.engine.program import ChunkLayout, Program, Tables
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.lanes import Lowered
 from meshmend.schedule.verify import ensure_proven

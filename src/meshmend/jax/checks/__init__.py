@@ -1,12 +1,15 @@
-"""Checks of a training job against chips that compute wrong numbers.
+"""Check a training job for chips that compute wrong numbers.
 
-`digests` of replicas, and gradients that other chips `recompute`.
+Replicas must have the same `digests`, and gradients are those that other chips `recompute`; the `settings` of a job say
+how often.
 """
 
 from meshmend.jax.checks.digests import Disagreement, compare_replicas, replica_digests
 from meshmend.jax.checks.recompute import Part, Recompute
+from meshmend.jax.checks.settings import Checks
 
 __all__ = [
+    "Checks",
     "Disagreement",
     "Part",
     "Recompute",

@@ -9,6 +9,8 @@ places, go unnoticed with a probability of about 2⁻³² (see `words`).
 
 What all chips have wrong in the same way is not seen here, and neither is state that has no second copy: the shards of
 a sharded update's optimizer state, and parameters sharded over all chips.
+
+What was found goes to the quarantine's judge as observations: its words and numbers (`digest_observations`).
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.words import mixed, words_of
-from meshmend.jax.collectives import Tree, all_reduce
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program
-from meshmend.jax.shardings import match_specs
-from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.validation import check_data_parallel, check_program
+from meshmend.jax.engine.collectives import Tree, all_reduce
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.program import Program
+from meshmend.jax.engine.tiles import TiledFabric
+from meshmend.jax.train.arguments import check_data_parallel, check_program
+from meshmend.jax.train.shardings import match_specs
+from meshmend.quarantine import Observation, Suspect
+from meshmend.quarantine.observation import DIGEST, MAX_SUSPECTS
 
 PIECE = 2**20
 """Elements of a piece, at most: enough of them that digests cost nothing to send, few enough to find the place."""
@@ -155,3 +159,32 @@ def _digests(leaf: jax.Array) -> Sequence[jax.Array]:
     words = mixed(words_of(leaf))
     piece = PIECE * max(1, len(words) // max(1, leaf.size))
     return [jnp.sum(words[start : start + piece], dtype=jnp.uint32) for start in range(0, len(words), piece)]
+
+
+SIGNS_PER_CHIP = 4
+"""Observations against one chip from one check, at most: a few pieces that differ say as much as all of them."""
+
+
+def digest_observations(found: Sequence[Disagreement], step: int) -> list[Observation]:
+    """Return the observations of replicas that differ after a step.
+
+    >>> found = Disagreement((2, 1), "params['w'], elements 0 to 299", 11, 12, 0)
+    >>> digest_observations([found], 400)[0].evidence
+    "params['w'], elements 0 to 299: 11 of 12 replicas agree, and this one differs"
+    """
+    observations, told = [], Counter[tuple[int, ...]]()
+    for one in found:
+        told[one.chip] += 1
+        if one.agreeing and told[one.chip] <= SIGNS_PER_CHIP:
+            numbers = {"chunk": one.piece, "agree": one.agreeing, "differ": one.of - one.agreeing}
+            evidence = f"{one.where}: {one.agreeing} of {one.of} replicas agree, and this one differs"
+            observations.append(Observation(DIGEST, (Suspect.chip(one.chip),), step, evidence, numbers))
+    open_pieces = {one.piece: one for one in found if not one.agreeing}
+    for piece, one in list(open_pieces.items())[:SIGNS_PER_CHIP]:
+        chips = sorted({other.chip for other in found if other.piece == piece})
+        evidence = f"{one.where}: no majority of the {one.of} replicas agrees"
+        suspects = tuple(Suspect.chip(chip) for chip in chips[:MAX_SUSPECTS])
+        observations.append(
+            Observation(DIGEST, suspects, step, evidence, {"chunk": piece, "agree": 0, "differ": one.of})
+        )
+    return observations

@@ -47,12 +47,12 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.batching import Position
 from meshmend.jax.checks.words import digest_leaves, digest_tree
-from meshmend.jax.collectives import Tree
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.feed import Batch
-from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.data.feed import Batch
+from meshmend.jax.data.policy import Position
+from meshmend.jax.engine.collectives import Tree
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.quarantine.observation import Observation
 from meshmend.quarantine.suspect import Suspect
 from meshmend.quarantine.votes import Owner, Vote, VoteResult, count_votes, is_agreed

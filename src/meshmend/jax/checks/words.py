@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Tree
+from meshmend.jax.engine.collectives import Tree
 
 GOLDEN = np.uint32(0x9E3779B9)
 """2³² over the golden ratio: its multiples are spread evenly."""

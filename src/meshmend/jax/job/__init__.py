@@ -1,10 +1,10 @@
-"""Joining a job: which hosts there are, where they are, and which plan they run.
+"""A whole job in one object: plan, caches, feed, copies of the state, checkpoints and restarts, in one loop.
 
-`meshmend run` restarts the survivors. `initialize` reads what it has put into the environment, and returns the
-`Session`: the fabric of the hosts that joined, and the plan that all of them run.
+`Job` adds no mechanism of its own: it puts together what `session`, `compile`, `state`, `checks` and the feed provide.
+Each of them can be used alone.
 """
 
-from meshmend.jax.job.session import Session, initialize
-from meshmend.jax.job.single_process import initialize_alone
+from meshmend.jax.job.job import Job
+from meshmend.jax.job.step import JobStep
 
-__all__ = ["Session", "initialize", "initialize_alone"]
+__all__ = ["Job", "JobStep"]

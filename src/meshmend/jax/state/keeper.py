@@ -14,24 +14,23 @@ from typing import Any
 import numpy as np
 
 from meshmend.errors import RestartError
-from meshmend.jax.collectives import Tree
-from meshmend.jax.job.session import Session
-from meshmend.jax.state.checkpoints import Checkpoints, warn_once
-from meshmend.jax.state.disk import Disk, as_path
-from meshmend.jax.state.fetch import with_timeout
-from meshmend.jax.state.folders import default_folder, delete_stale
-from meshmend.jax.state.gather import NeededParts, gather
-from meshmend.jax.state.layout import Reader, StateLayout
-from meshmend.jax.state.loading import read_foreign
-from meshmend.jax.state.memory import KEPT, Copy, HostMemory, PartReader
-from meshmend.jax.state.mirror import Mirror
-from meshmend.jax.state.outline import Outline
-from meshmend.jax.state.placement import place
-from meshmend.jax.state.redundancy import CHECKED_COPIES, Room, choose_blocks, look_for_room
-from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
+from meshmend.jax.engine.collectives import Tree
+from meshmend.jax.session.session import Session
+from meshmend.jax.state.candidates import UNCHECKED, Source, Trust, check_agreement, rank_sources
+from meshmend.jax.state.disk.background import Checkpoints, warn_once
+from meshmend.jax.state.disk.disk import Disk, as_path
+from meshmend.jax.state.disk.read import read_foreign
+from meshmend.jax.state.layout.flat import Outline
+from meshmend.jax.state.layout.state_layout import Reader, StateLayout
+from meshmend.jax.state.memory.collect import NeededParts, gather
+from meshmend.jax.state.memory.copies import KEPT, Copy, HostMemory, PartReader
+from meshmend.jax.state.memory.folders import default_folder, delete_stale
+from meshmend.jax.state.memory.peer_copy import Mirror
+from meshmend.jax.state.memory.placement import place
+from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks, look_for_room
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
-from meshmend.jax.state.trust import Trust
 from meshmend.jax.state.voting import Ballot
+from meshmend.jax.state.waiting import with_timeout
 from meshmend.launch.environment import LAUNCHER
 from meshmend.launch.hosts import name_hosts
 
@@ -237,7 +236,7 @@ class Keeper:
         verified: for a step whose state is being checked.
 
         A step whose copy is kept is committed, safe from the failures that `Placement.describe` names, as soon as all
-        hosts have written it. No host waits for confirmation: there is no later copy before that (`mirror`).
+        hosts have written it. No host waits for confirmation: there is no later copy before that (`peer_copy`).
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)

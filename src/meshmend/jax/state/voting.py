@@ -7,9 +7,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshmend.jax.fabric import Fabric
-from meshmend.jax.state.fetch import fetch
+from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.state.timetable import Outcome, Wishes
+from meshmend.jax.state.waiting import fetch
 
 
 class Ballot:

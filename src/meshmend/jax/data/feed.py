@@ -1,0 +1,300 @@
+"""The input pipeline: batches of samples for whatever chips survive, every sample exactly once per epoch.
+
+`shuffle` says the order of an epoch, and `policy` which of its samples a step uses. Of arrays in memory a step's rows
+are taken at once, in a thread ahead of training; grain (the extra `restart`) reads any other source ahead, sample by
+sample in threads, and runs the caller's own transformations. A process reads only what its own devices need, and what
+it has read ahead does not count: the pipeline's state is the `Position` after the last committed step, the same on all
+processes, and any number of them restores from it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import ParameterError
+from meshmend.extras import require
+from meshmend.jax.data.arrays import Rows
+from meshmend.jax.data.policy import BatchSplit, Policy, Position
+from meshmend.jax.data.read_ahead import ReadAhead
+from meshmend.jax.data.shuffle import shuffled
+from meshmend.jax.engine.collectives import Tree
+from meshmend.jax.engine.fabric import Fabric
+
+AT_ONCE = 16_384
+"""Samples of several steps whose order is computed at once: for few of them NumPy's calls take longer than its work."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of one step. Made by `Feed.batches`.
+
+    Give it to the step of `compile_train_step`, or its `data`, `weights` and `learning_rate_factor` to the step of
+    `train_step(…, per_example=True)`, and put `after` into the checkpoint that has the step's parameters.
+    """
+
+    data: Tree
+    """A pytree of arrays, the first axis split over all devices or tiles; padding repeats a sample of the same step."""
+    weights: jax.Array
+    """1.0 for each example that counts and 0.0 for padding, split like the data."""
+    learning_rate_factor: float
+    """What the policy multiplies the learning rate by."""
+    at: Position
+    """The position before this step."""
+    after: Position
+    """The position once this step is committed."""
+    feed: Feed = field(repr=False)
+
+    @cached_property
+    def indices(self) -> NDArray[np.int64]:
+        """Record numbers in the source that this step uses, over all processes, in the order of the epoch."""
+        stop = self.after.sample if self.after.epoch == self.at.epoch else self.feed.epoch_size
+        return self.feed.records(self.at.epoch, self.at.sample, stop)
+
+
+class Feed:
+    """A source of samples, an order of them for each epoch, and a policy for the batch.
+
+    `source` is an array, or anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own
+    transformations, one sample per element (not batched, filtered or repeated). The order of an epoch is a permutation
+    that depends only on `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record.
+    `threads` (for arrays one) read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
+
+    >>> import jax, numpy as np, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> feed = mmj.Feed(np.arange(100, dtype=np.float32), mmj.KeepGlobal(32))
+    >>> [batch.after for batch in feed.batches(fabric, at=mmj.Position(epoch=0, sample=40), epochs=1)]
+    [Position(epoch=0, sample=72), Position(epoch=1, sample=0)]
+    """
+
+    def __init__(self, source: Any, policy: Policy, *, seed: int = 0, threads: int = 16, prefetch: int = 2) -> None:
+        if seed < 0 or threads < 0 or prefetch < 0:
+            raise ParameterError(
+                f"seed is {seed}, threads is {threads} and prefetch is {prefetch}, expected none below 0."
+            )
+        samples = Rows(source) if isinstance(source, np.ndarray | jax.Array) else source
+        if not isinstance(samples, Rows) or samples.has_objects:
+            grain = _grain()
+            samples = samples if isinstance(samples, grain.MapDataset) else grain.MapDataset.source(samples)
+        if not 0 < len(samples) < sys.maxsize:
+            raise ParameterError(
+                f"The source has {'no' if not len(samples) else 'endlessly many'} samples, expected an epoch of them: "
+                "the feed repeats it by itself."
+            )
+        self.policy = policy
+        self.epoch_size = len(samples)
+        self.threads = threads
+        self.prefetch = prefetch
+        self._samples = samples
+        # The epoch is added to it, so neighbouring seeds would give the same epochs, one later.
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
+
+    def records(self, epoch: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return the record numbers of an epoch's samples, in its order, without reading a sample."""
+        return self._order(epoch, np.arange(start, self.epoch_size if stop is None else stop, dtype=np.int64))
+
+    def split(self, fabric: Fabric) -> BatchSplit:
+        """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch.
+
+        On a fabric of tiles a tile counts as one chip and one device: its devices share its part of a batch.
+        """
+        n_chips = fabric.mesh.n_chips
+        n_cores = math.prod(fabric.jax_mesh.shape[axis] for axis in fabric.batch_axes) // n_chips
+        return BatchSplit(self.epoch_size, self.policy.global_batch(n_chips), n_chips, n_cores)
+
+    def batches(self, fabric: Fabric, at: Position | None = None, *, epochs: int | None = None) -> Iterator[Batch]:
+        """Return the batches from a position on (by default the beginning), for this fabric.
+
+        Without end, or to the end of so many epochs. All have the same shapes. Reading ahead begins at once, so call
+        it before whatever else takes time at a start, such as compiling.
+        """
+        at = Position() if at is None else Position(int(at[0]), int(at[1]))
+        if at.epoch < 0 or not 0 <= at.sample < self.epoch_size:
+            raise ParameterError(
+                f"The position is {at}, but an epoch has the samples 0 to {self.epoch_size - 1}: it was made with "
+                "another source."
+            )
+        split = self.split(fabric)
+        # The devices of a tile share its part of the batch, and may belong to several processes.
+        parts = fabric.jax_mesh.devices.reshape(split.n_devices, -1)
+        here = jax.process_index()
+        mine = [i for i, part in enumerate(parts) if any(device.process_index == here for device in part)]
+        if not mine:
+            raise ParameterError(
+                f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
+            )
+        steps = sys.maxsize // (split.n_devices * split.rows) if epochs is None else split.steps_until(at, epochs)
+        factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
+        return self._batches(fabric, split, at, mine, self._read(split, at, steps, mine), factor)
+
+    def like(self, fabric: Fabric) -> Batch:
+        """Return the shapes and dtypes of this fabric's batches, to compile for: `compile_train_step` takes them.
+
+        Reads one sample. The fabric may be one on which this process has no device, as after the loss of its own host.
+        """
+        split, at = self.split(fabric), Position()
+        sharding, n_rows = fabric.sharding(fabric.batch_axes), split.n_devices * split.rows
+
+        def shape(local: NDArray[np.generic]) -> Any:
+            local = _canonical(local)
+            return jax.ShapeDtypeStruct((n_rows, *local.shape[1:]), local.dtype, sharding=sharding)
+
+        data = _stack(DeviceRows(self._samples, split, at, 1, [0], [0], self._order)[0])
+        factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
+        return Batch(jax.tree.map(shape, data), shape(np.zeros(1, np.float32)), factor, at, split.after(at), self)
+
+    def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Tree, Tree]:
+        """Read some rows of any devices at a position (again); return data and weights, as NumPy arrays.
+
+        Device after device, whichever process feeds them. A batch of the same position has the same in these rows,
+        except for what padding repeats.
+        """
+        split = self.split(fabric)
+        with closing(self._read(split, at, 1, devices, rows)) as read:
+            data = next(read)
+        offsets = split.offsets(devices)[:, list(rows)]
+        return jax.tree.map(_canonical, data), (offsets.ravel() < split.count(at)).astype(np.float32)
+
+    def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return shuffled(offsets, self.epoch_size, (self._seed + epoch) % 2**32)
+
+    def _read(
+        self, split: BatchSplit, at: Position, steps: int, devices: Sequence[int], rows: Sequence[int] | None = None
+    ) -> Generator[Tree]:
+        """Begin to read rows of some devices; return those of all of them, step after step, as NumPy arrays."""
+        samples = self._samples
+        parts = DeviceRows(samples, split, at, steps, devices, rows, self._order)
+        if isinstance(samples, Rows):
+            dtypes = [_canonical(array[:0]).dtype for array in samples.arrays]
+            records = self._records_by_step(split, at, steps, parts.offsets.ravel())
+            taken = (samples.take(numbers, dtypes) for numbers in records)
+            ahead = ReadAhead(taken, self.prefetch) if self.threads and self.prefetch and steps > 1 else taken
+            return _steps(ahead, steps, lambda: jax.tree.unflatten(samples.treedef, next(ahead)))
+        grain = _grain()
+        buffer = max(self.prefetch * len(devices), self.threads) if self.prefetch else 0
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer)
+        reader = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
+        reader.start_prefetch()
+        return _steps(reader, steps, lambda: _stack([row for _ in devices for row in next(reader)]))
+
+    def _records_by_step(
+        self, split: BatchSplit, at: Position, steps: int, offsets: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Return the records in some rows, step after step, with padding as `DeviceRows` and `_stack` have it."""
+        while steps:
+            used = offsets < split.count(at)  # of all steps of this size: only an epoch's last may be shorter
+            padded = np.where(used, offsets, offsets[used][0] if used.any() else 0)
+            of_this_size = max(1, (self.epoch_size - at.sample) // split.global_batch)
+            n_steps = min(steps, of_this_size, max(1, AT_ONCE // len(offsets)))
+            starts = at.sample + split.global_batch * np.arange(n_steps)
+            yield from self._order(at.epoch, starts[:, None] + padded)
+            at, steps = split.position(at, n_steps), steps - n_steps
+
+    def _batches(
+        self, fabric: Fabric, split: BatchSplit, at: Position, mine: list[int], read: Generator[Tree], factor: float
+    ) -> Iterator[Batch]:
+        coordinate_of = {device: i * split.rows for i, device in enumerate(mine)}
+        sharding = fabric.sharding(fabric.batch_axes)
+
+        def spread(local: NDArray[np.generic]) -> jax.Array:
+            """Make one array over all devices of the rows of this process's own."""
+
+            def part(index: Any) -> NDArray[np.generic]:
+                first = coordinate_of[(index[0].start or 0) // split.rows]
+                return local[first : first + split.rows]
+
+            local = _canonical(local)
+            return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
+
+        offsets = split.offsets(mine).ravel()
+        with closing(read):
+            for data in read:
+                weights = (offsets < split.count(at)).astype(np.float32)
+                after = split.after(at)
+                yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
+                at = after
+
+
+class DeviceRows:
+    """The rows of some devices, device after device and step after step: a source that grain prefetches from.
+
+    A part is a device's rows, or those of them that are named. A row of padding is None and costs no reading; but where
+    no device has a sample, the first row is one, so that the step has something valid to compute with. `order` returns
+    the records at some offsets of an epoch; by default samples are in order.
+    """
+
+    def __init__(
+        self,
+        samples: Any,
+        split: BatchSplit,
+        at: Position,
+        steps: int,
+        devices: Sequence[int],
+        rows: Sequence[int] | None = None,
+        order: Callable[[int, NDArray[np.int64]], NDArray[np.int64]] = lambda _, offsets: offsets,
+    ) -> None:
+        self.order = order
+        self.samples = samples
+        self.split = split
+        self.at = at
+        self.steps = steps
+        self.offsets = split.offsets(devices)
+        if rows is not None:
+            self.offsets = self.offsets[:, list(rows)]
+        self.lowest = int(self.offsets.min())
+
+    def __len__(self) -> int:
+        return self.steps * len(self.offsets)
+
+    def __getitem__(self, number: int) -> list[Tree]:
+        step, device = divmod(int(number), len(self.offsets))
+        at = self.split.position(self.at, step)
+        count = self.split.count(at)
+        offsets = self.offsets[device].copy()
+        if device == 0 and self.lowest >= count:
+            offsets[0] = 0
+        rows: list[Tree] = [None] * len(offsets)
+        (used,) = np.nonzero(offsets < count)
+        records = self.order(at.epoch, at.sample + offsets[used])
+        for row, record in zip(used.tolist(), records.tolist(), strict=True):
+            rows[row] = self.samples[at.epoch * self.split.epoch_size + record]
+            if rows[row] is None:
+                raise ParameterError(
+                    f"The dataset has no sample {at.sample + offsets[row]} in epoch {at.epoch}: a filter has removed "
+                    "it. Each sample must count, or no two runs agree on a batch: filter the source before it becomes "
+                    "a feed."
+                )
+        return rows
+
+
+def _steps(reader: Any, n_steps: int, read: Callable[[], Tree]) -> Generator[Tree]:
+    with closing(reader):
+        for _ in range(n_steps):
+            yield read()
+
+
+def _stack(rows: list[Tree]) -> Tree:
+    """Stack samples, and repeat the first one where there is none."""
+    valid = next(row for row in rows if row is not None)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(valid if row is None else row for row in rows))
+
+
+def _canonical(local: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
+    return local.astype(jax.dtypes.canonicalize_dtype(local.dtype.newbyteorder("=")), copy=False)
+
+
+def _grain() -> Any:
+    require("grain", needed_for="Feeding batches", extra="restart")
+    import grain
+
+    return grain

@@ -1,0 +1,524 @@
+"""One round of a job: from the launcher's environment to the fabric with the hole.
+
+`initialize` joins this process to the others, finds out which hosts are there, and builds the fabric of their chips.
+What is missing is the hole. Every process sees the same hosts, and raises the same error where they are inconsistent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import ipaddress
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+import numpy as np
+
+from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError, TransientError
+from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.private import joined_as
+from meshmend.jax.engine.tiles import TiledFabric, tile
+from meshmend.jax.session.compile_cache import use_compile_cache, use_no_compile_cache
+from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.gloo import listen_where_reached
+from meshmend.jax.session.survivors import (
+    agree_on_quarantine,
+    check_connected,
+    check_part,
+    fabric_without,
+    find_fabric,
+    processes_of,
+)
+from meshmend.jax.train.plan import TrainingPlan
+from meshmend.jax.train.plan import plan as plan_training
+from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
+from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
+from meshmend.launch.environment import Launch, read_launch
+from meshmend.launch.events import note_quarantined
+from meshmend.launch.failure import await_stop, describe_failure, report_failure
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.processes import wait_for_server
+from meshmend.launch.timeline import Timeline, process_started_at
+from meshmend.launch.warm import PRELOADED, jax_settings
+from meshmend.planning import PlanCache
+from meshmend.quarantine import Quarantined
+
+RECOVERY_BUDGET_S = 2.0
+"""CPU seconds for a plan that nobody prepared."""
+GAVE_UP = 13
+"""Exit status of a process that lost its peers or failed: a launcher restarts it, unless it is 0 or `FINAL`."""
+
+
+class Cut(NamedTuple):
+    """A tile's side, and the axes inside it, as `tile` takes them."""
+
+    side: str
+    inner: dict[str, int]
+
+    def of(self, fabric: Fabric) -> TiledFabric:
+        """Cut a fabric into these tiles."""
+        return tile(fabric, self.side, **self.inner)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's part in one round of the job. Made by `initialize`; use it in a `with` block.
+
+    Leaving the block by an exception ends the process at once: with a peer gone, an orderly shutdown would wait for it
+    until some timeout, and the launcher can only restart what has ended.
+    """
+
+    fabric: Fabric
+    launch: Launch
+    """The launch, with processes numbered in the order of their hosts."""
+    hosts: Hosts | None
+    """The whole machine; None on TPU, where devices report their coordinates."""
+    host_of_process: tuple[int, ...]
+    """Number of each process's host; on TPU, where hosts have no number, that of the process."""
+    coordination: Coordination
+    timeline: Timeline
+    cut: Cut | None = None
+    """How the chips are cut into tiles, by `in_tiles`."""
+    quarantined: tuple[Quarantined, ...] = ()
+    """What is left out of the fabric, though its host is there: the same on every process."""
+    shape: Sequence[int] | str | None = None
+    """The shape that `initialize` was given, if any."""
+
+    @property
+    def host(self) -> int:
+        """Number of this process's host."""
+        return self.host_of_process[self.launch.process]
+
+    def in_tiles(self, side: str, **inner: int) -> Self:
+        """Return this session with its chips cut into tiles, as by `mmj.tile(session.fabric, side, **inner)`.
+
+        Every process makes the same tiles, of whichever chips are left, so after a restart they may lie elsewhere.
+        A host without a chip of any tile has no part in the training, and is refused.
+        """
+        cut = Cut(side, inner)
+        fabric = cut.of(self.fabric)
+        used = {device.process_index for device in fabric.jax_mesh.devices.flat}
+        idle = [host for process, host in enumerate(self.host_of_process) if process not in used]
+        if idle:
+            raise RestartError(
+                f"Host {idle[0]} has no chip in any of the {fabric.mesh.n_chips} tiles of {side} chips that "
+                f"{self.fabric.mesh!r} has room for. Start the job without it, or cut smaller tiles.",
+                host=idle[0],
+            )
+        self.timeline.note("tiles", tiles=fabric.mesh.n_chips, chips=fabric.n_chips, wasted=fabric.tiling.n_wasted)
+        return replace(self, fabric=fabric, cut=cut)
+
+    def plan(
+        self,
+        params: Any,
+        *,
+        cache: PlanCache | str | Path | None = None,
+        budget_s: float = RECOVERY_BUDGET_S,
+        **what: Any,
+    ) -> TrainingPlan:
+        """Return the proven plan for training these parameters on the survivors: from the cache, or made now.
+
+        `params` and all that follows is as in `mmj.plan`, which every process asks for its fabric. `meshmend prepare`
+        fills the cache beforehand; what is not in it is planned within `budget_s`, because training waits for it.
+        """
+        return self.agree_on_plan(
+            lambda store: plan_training(self.fabric, params, cache=store, budget_s=budget_s, **what), cache
+        )
+
+    def agree_on_plan(
+        self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
+    ) -> TrainingPlan:
+        """Return what `make` plans, the same on every process.
+
+        Process 0 plans what is not in the cache yet, and all others find it there. They wait for it as long as it is
+        alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
+        """
+        store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
+        with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
+            before = len(store)
+            if self.launch.process != 0:
+                _check_planned(self.coordination.exchange(None)[0])
+                facts["from_cache"] = True
+                found = make(store)
+            else:
+                try:
+                    found = make(store)
+                except BaseException as error:
+                    self.coordination.send(_describe_failure(error))
+                    raise
+                facts["from_cache"] = len(store) == before
+                self.coordination.exchange(None)
+            facts["planner"], facts["steps"] = found.schedules[0].planner, found.schedules[0].n_steps
+            _check_same_plan([fact["plan"] for fact in self.coordination.exchange({"plan": found.digest})])
+            return found
+
+    def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
+        """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+
+        With `most`, of at most so many hosts from the first to the last, evenly spread.
+
+        Its devices are there only to compile for, and only on process 0. They have the numbers that the survivors'
+        will have, so that what is compiled for them goes into the compile cache under the key that the restarted job
+        will look up. Where hosts are given by their numbers, processes and their devices are numbered anew after a
+        loss, so those of the first processes stand in for the survivors. Where devices report coordinates (TPU), the
+        chips of each process are a hole in turn, and its number stands for the host; a TPU device's number is its
+        place in the slice, which does not change with who is missing, so the survivors stand for themselves.
+
+        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
+        """
+        if self.launch.process != 0:
+            return
+        devices = jax.devices()
+        chips = self.fabric.chips if isinstance(self.fabric, TiledFabric) else self.fabric
+        losses = processes_of(devices) if self.hosts is None else self.host_of_process
+        n_asked = len(losses) if most is None else min(most, len(losses))
+        for lost in (losses[i] for i in np.linspace(0, len(losses) - 1, n_asked).astype(int)):
+            try:
+                fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
+                if fabric is None or not fabric.mesh.is_connected:
+                    continue
+                # The restarted job plans for what was measured, too, and hosts stay in their failure domains. Where
+                # hosts are given by their numbers, processes are numbered anew.
+                stay = [domain for host, domain in zip(losses, chips.domains, strict=False) if host != lost]
+                domains = chips.domains if self.hosts is None else tuple(stay)
+                fabric = replace(fabric, hardware=chips.hardware, domains=domains)
+                if self.cut is not None:
+                    fabric = self.cut.of(fabric)
+            except (MeshError, QuarantineError, RestartError):
+                continue  # the restarted job would stop there, too
+            yield lost, fabric
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or is_orderly(error):
+            self.coordination.close()
+            jax.distributed.shutdown()
+        else:
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Record and print an error, and end the process at once, from any thread."""
+        self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        failure = describe_failure(error)
+        if not report_failure(error):  # without `meshmend run`, nobody else shows it
+            sys.stderr.write(failure.trace or f"{failure.error}\n")
+        elif failure.kind != "transient":
+            await_stop()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(GAVE_UP)
+
+    def stop(self, number: signal.Signals) -> NoReturn:
+        """End the process as a signal would, in order: with all others, when each of them has come to this point."""
+        self.coordination.exchange("stopped")
+        self.coordination.close()
+        jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    def end_with(self, error: BaseException) -> None:
+        """End the job with an error, from a thread beside the one that trains, whose loop calls `check`."""
+        self.give_up(error)
+
+    def check(self) -> None:
+        """Raise what a thread has ended the job with, where that has not ended the process."""
+
+
+def _describe_failure(error: BaseException) -> dict[str, Any]:
+    """Describe why process 0 has no plan, so that the others can raise the same error."""
+    if isinstance(error, PlanError):
+        return {"plan": [error.planner, error.mesh_name, error.why, error.alternatives]}
+    return {"why": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _check_planned(failure: Any) -> None:
+    """Raise what process 0 could not plan for, if it could not."""
+    if failure is not None:
+        if "plan" in failure:
+            raise PlanError(*failure["plan"])
+        raise RestartError(f"Process 0 could not plan: {failure['why']}. See its log.")
+
+
+def _check_same_plan(digests: list[str]) -> None:
+    """Raise on every process if one of them has another plan: their chips would wait for each other for ever."""
+    other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RestartError(
+            f"Process {other} came to another plan than process 0, so that their programs would not fit. Give all of "
+            "them the same script, versions and shared folder; if that is so, empty the folder's `plans`."
+        )
+
+
+def is_orderly(error: BaseException | None) -> bool:
+    """Whether a `with` block that was left by an error, or by none, ends a job that is done."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
+
+
+def initialize(
+    shape: Sequence[int] | str | None = None,
+    host: Sequence[int] | str | None = None,
+    *,
+    host_index: int | str | Sequence[int] | None = None,
+    launch: Launch | None = None,
+    heartbeat_s: int | None = None,
+    timeout_s: int = 30,
+    compile_cache: str | Path | None = None,
+    timeline: str | Path | None = None,
+    quarantine: str | Path | None = None,
+    preemption: bool = False,
+) -> Session:
+    """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
+
+    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `host_index` is
+    this host's number in row-major order, or the coordinate of its first chip. By default they come from the
+    environment: MESHMEND_SHAPE (or MESHMEND_MACHINE, the file that describes it, as `meshmend run --machine` sets it),
+    MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
+    none of the three is needed. `launch` describes the launch, by default as `meshmend run` has put it into the
+    environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
+    in the order of their hosts.
+
+    `heartbeat_s`: a process that JAX has not heard from for so long counts as dead, and then all processes end. It is
+    for hosts that freeze or lose their network; a process that dies breaks its connections, which the next collective
+    detects at once. A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an
+    overloaded CPU) for dead. By default 10 s, and 100 s under `meshmend run`, whose store looks after the hosts.
+    `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies before it has
+    joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive, and it counts
+    as dead when it has been silent for so long.
+
+    `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
+    kept; by default JAX_COMPILATION_CACHE_DIR. On CPU devices there is none. `timeline` is a file for this host's
+    events, by default MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default
+    MESHMEND_SHARED: what is listed there is left out of the fabric.
+
+    With `preemption`, JAX's preemption service is on, as `Job` has it: SIGTERM does not end the process, and
+    `jax.experimental.multihost_utils.reached_preemption_sync_point` says after which step to save and end.
+    """
+    started, joining = process_started_at(), time.time()
+    launched = _find_launch() if launch is None else launch
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, round=launched.round)
+    if launched.hosts:
+        notes.facts["host"] = launched.hosts[launched.process]
+    _configure(compile_cache, preemption=preemption)
+    hosts, numbers = None, tuple(range(launched.n_processes))
+    try:
+        if launched.coordinator:
+            files, listening = _credentials(launched), listening_address(launched.coordinator)
+            if launched.process == 0:
+                _check_free(listening)
+            else:
+                wait_for_server(launched.coordinator, timeout_s)
+                if files:
+                    check_coordinator(launched.coordinator, files, timeout_s)
+            jax.distributed.initialize(
+                launched.coordinator,
+                launched.n_processes,
+                launched.process,
+                coordinator_bind_address=listening,
+                heartbeat_timeout_seconds=heartbeat_s or (100 if launched.hosts else 10),
+                initialization_timeout=timeout_s,
+                shutdown_timeout_seconds=timeout_s,
+                cluster_detection_method="deactivate",
+                **files,
+            )
+        if _platform() in ("", "cpu"):
+            listen_where_reached(launched)
+        joined = time.time()
+        coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+        if not _knows_coordinates(host_index):
+            hosts, numbers = _find_hosts(shape, host, host_index, launched, coordination)
+        notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
+        quarantined, domains = agree_on_quarantine(quarantine, coordination, hosts)
+        fabric = replace(find_fabric(shape, hosts, numbers, quarantined), domains=domains)
+        if fabric.platform == "cpu":
+            use_no_compile_cache()
+        check_part(fabric, numbers, len(quarantined))
+        check_connected(fabric, numbers)
+    except (RestartError, QuarantineError) as error:
+        notes.note("gave up", why=str(error))
+        raise
+    notes.note("process", at=started, seconds=joining - started)
+    notes.note("join", at=joining, seconds=joined - joining)
+    found = {
+        "chips": fabric.mesh.n_chips,
+        "hosts": sorted(numbers),
+        **({} if hosts is None else {"machine": str(hosts)}),
+    }
+    notes.note("fabric", at=joined, seconds=time.time() - joined, **found)
+    for entry in quarantined:
+        note_quarantined(notes, entry, hosts)
+    return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined, shape=shape)
+
+
+def _credentials(launched: Launch) -> dict[str, Any]:
+    """Return what JAX needs so that only processes with the job's secret can join; nothing where it cannot have that.
+
+    Then anybody who reaches the coordinator can end the job with one call, which process 0 says at the first start.
+    """
+    given = os.environ.pop(CREDENTIALS, "")  # nor do processes that the script starts need it
+    has_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
+    if given and has_tls:
+        return write_credentials(given)
+    address = split_address(launched.coordinator)[0]
+    is_first = launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1
+    if is_first and not is_loopback(address):
+        needed = [] if has_tls else [f"JAX 0.12 or later (this is {jax.__version__})"]
+        needed += [] if given else ["a secret and the package `cryptography` on all hosts"]
+        told = f"JAX's coordinator at {address} is open to whoever reaches this network: one call can end the job."
+        sys.stderr.write(f"{told} To close it: {' and '.join(needed)}.\n")
+    return {}
+
+
+def listening_address(coordinator: str) -> str | None:
+    """Return where JAX's coordinator is to listen: at the address that the hosts use, if it is one of this machine's.
+
+    Otherwise, as where hosts use a name, None: JAX then listens at all addresses of the machine.
+
+    >>> listening_address("127.0.0.1:5000"), listening_address("a-name:5000")
+    ('127.0.0.1:5000', None)
+    """
+    try:
+        _bind(join_address(split_address(coordinator)[0], 0))
+    except (OSError, ValueError):
+        return None
+    return coordinator
+
+
+def _bind(address: str) -> None:
+    """Bind a socket to an address and port for a moment; port 0 stands for any that is free."""
+    host, port = split_address(address)
+    ipaddress.ip_address(host)  # of a name, nobody knows what the others take it for
+    with socket.socket(family_of(host)) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((host, port))
+
+
+def _check_free(address: str | None) -> None:
+    """Raise if somebody else listens where the coordinator is to: JAX would end this process without a word on it."""
+    if address is None:
+        return
+    try:
+        _bind(address)
+    except OSError as error:
+        raise TransientError(
+            f"Another process listens at {address}, where this job's coordinator is to be ({error.strerror}): a "
+            "stranger, or one that has taken the port by chance. The next round takes another port."
+        ) from error
+
+
+def _configure(compile_cache: str | Path | None, *, preemption: bool) -> None:
+    check_preloaded()
+    use_compile_cache(compile_cache)
+    if _platform() in ("", "cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", preemption)
+
+
+def check_preloaded() -> None:
+    """Raise if the script has changed a setting of JAX after `meshmend run` had imported JAX."""
+    loaded = os.environ.get(PRELOADED)
+    before = json.loads(loaded) if loaded is not None else jax_settings()
+    changed = sorted(name for name, value in jax_settings().items() if before.get(name) != value)
+    if changed:
+        raise RestartError(
+            f"The script sets {changed[0]}, but `meshmend run` had imported JAX before, so it has no effect. Set it in "
+            "the environment of `meshmend run`, use jax.config.update, or give `meshmend run` the option --cold."
+        )
+
+
+def _platform() -> str:
+    """Return the platform that JAX is configured to use, "" if none is."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return (platforms or "").split(",")[0]
+
+
+def _knows_coordinates(host_index: Any) -> bool:
+    """Whether devices report coordinates, decided without touching them: only a TPU's do, unless the host is given."""
+    placed = host_index is not None or "MESHMEND_HOST" in os.environ
+    return _platform() == "tpu" or (_platform() == "" and not placed)
+
+
+def _find_launch() -> Launch:
+    joined = None if "MESHMEND_ROUND" in os.environ else joined_as()
+    if joined is None:
+        return read_launch()
+    return Launch("", joined[1], joined[0], launcher="jax.distributed", job=os.environ.get("MESHMEND_JOB", "job"))
+
+
+def _find_hosts(
+    shape: Sequence[int] | str | None,
+    host: Sequence[int] | str | None,
+    host_index: int | str | Sequence[int] | None,
+    launch: Launch,
+    coordination: Coordination,
+) -> tuple[Hosts, tuple[int, ...]]:
+    """Return the machine, and the host of each process, where devices do not report coordinates."""
+    wraps = {"machine": os.environ.get("MESHMEND_MACHINE"), "wrap": os.environ.get("MESHMEND_WRAP")}
+    shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
+    host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
+    host_index = host_index if host_index is not None else os.environ.get("MESHMEND_HOST")
+    is_described = host is not None and (shape is not None or wraps["machine"] is not None)
+    if launch.hosts:
+        # The launcher knows all hosts already, and has checked that they describe the same machine.
+        if host is None or not is_described:
+            raise RestartError(
+                "The devices here report no coordinates, so the machine must be described: give `meshmend run` "
+                "--shape 8x8 and --host 4x2, or initialize() shape and host."
+            )
+        hosts = Hosts.described(shape, host, **wraps)
+        return hosts, tuple(hosts.number(number) for number in launch.hosts)
+    # Errors are exchanged before anyone raises, or the others would wait for this process.
+    mine: dict[str, Any] = {}
+    if host is None or not is_described or host_index is None:
+        mine["error"] = (
+            f"Process {launch.process} has no chips assigned. Give initialize() shape, host and host_index, or set "
+            "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
+        )
+    else:
+        try:
+            hosts = Hosts.described(shape, host, **wraps)
+            mine |= {"machine": str(hosts), "host": hosts.number(host_index)}
+        except (MeshError, RestartError) as error:
+            mine["error"] = f"Process {launch.process}: {error}"[:2000]
+    return hosts, check_hosts(coordination.exchange(mine))
+
+
+def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """Return each process's host, or raise what is wrong with them: the same on every process."""
+    errors = [fact["error"] for fact in everybody if "error" in fact]
+    if errors:
+        raise RestartError(errors[0])
+    machines = sorted({fact["machine"] for fact in everybody})
+    if len(machines) > 1:
+        raise RestartError(
+            f"Processes describe different machines: {'; '.join(machines)}. Give all of them the same shapes."
+        )
+    numbers = [int(fact["host"]) for fact in everybody]
+    for number, times in Counter(numbers).items():
+        if times > 1:
+            twice = [str(process) for process, other in enumerate(numbers) if other == number]
+            raise RestartError(
+                f"Processes {' and '.join(twice)} both say that they are host {number}. Give each host its own "
+                "MESHMEND_HOST.",
+                host=number,
+            )
+    if numbers != sorted(numbers):
+        raise RestartError(
+            f"Processes 0, 1, … are on hosts {', '.join(map(str, numbers[:20]))}. Number them in the order of their "
+            "hosts, so that after a loss the programs of the same hole are found again."
+        )
+    return tuple(numbers)

@@ -1,0 +1,149 @@
+"""Wait for results without waiting for lost peers.
+
+When a peer dies, a collective fails at once on the devices that communicate with it, and on no others: those wait for
+devices that will never answer. Waiting for one device after the other may block on one of those. So poll all of this
+process's devices, and raise the first error that any of them has. A shared disk may hang without an error: calls to it
+have a timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import RestartError
+from meshmend.jax.engine.collectives import Tree
+
+POLL_S = 0.001
+"""Seconds between looks."""
+
+
+def fetch(tree: Tree) -> Tree:
+    """Return arrays as NumPy arrays, once all of this process's devices have them.
+
+    They are replicated, or split inside tiles of which this process has a whole one: nothing is asked of other hosts.
+    Raises as soon as any device has failed, which `float(loss)` and `jax.block_until_ready` may not: they can block
+    until heartbeats end the process.
+    """
+    wait_for(tree)
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(leaf: jax.Array) -> NDArray[Any]:
+    shards = {str(shard.index): shard for shard in leaf.addressable_shards}
+    if leaf.is_fully_replicated:
+        return np.asarray(next(iter(shards.values())).data)
+    n_here = sum(shard.data.size for shard in shards.values())
+    if n_here < leaf.size:
+        raise RestartError(
+            f"This process has {n_here} of the {leaf.size} elements of an array of shape {leaf.shape}: it is split "
+            "over devices of several hosts. Gather it on all of them first, in a jitted function with replicated "
+            "out_shardings."
+        )
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for shard in shards.values():
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+def wait_for(tree: Tree) -> None:
+    """Return when this process's parts of all arrays are ready; raise as soon as any of them has failed."""
+    waiting = [shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    while True:
+        still = []
+        for part in waiting:
+            if part.is_ready():
+                part.block_until_ready()
+            else:
+                still.append(part)
+        if not still:
+            return
+        waiting = still
+        time.sleep(POLL_S)
+
+
+def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
+
+    A call into a dead network disk cannot be ended from outside: it stays behind in a daemon thread.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call(*arguments))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="meshmend-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+class OneAtATime:
+    """Calls that may hang, of one thread, with a time limit: while one is stuck, nobody waits for another."""
+
+    def __init__(self) -> None:
+        self._is_stuck = threading.Event()
+        self._since = 0.0
+
+    def __call__(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `call` returns, as `with_timeout`; raise `TimeoutError` at once if an earlier call is stuck."""
+        if self._is_stuck.is_set():
+            raise TimeoutError(f"no answer for {time.monotonic() - self._since:.0f} s")
+        is_stuck, self._since = self._is_stuck, time.monotonic()
+
+        def watched() -> Any:
+            try:
+                return call(*arguments)
+            finally:
+                is_stuck.clear()
+
+        is_stuck.set()
+        return with_timeout(seconds, watched)
+
+
+class Saving:
+    """One checkpoint on its way to disk, in a thread of its own: `write` returns when all of it is there."""
+
+    def __init__(self, step: int, n_bytes: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.n_bytes = n_bytes
+        self.error: BaseException | None = None
+        """What went wrong, once it is over."""
+        self._since = time.monotonic()
+        self._is_late = False
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(write,), name="meshmend-checkpoint", daemon=True).start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is over, and return whether it is. Nobody waits again for what was waited for in vain."""
+        is_over = self._over.wait(0.0 if self._is_late else seconds)
+        self._is_late = not is_over and (self._is_late or seconds > 0)
+        return is_over
+
+    @property
+    def why_not_yet(self) -> str:
+        """What is to be said of it while it is not over."""
+        seconds = time.monotonic() - self._since
+        return f"the checkpoint of step {self.step} hangs, or the disk is slow: it has been written for {seconds:.0f} s"

@@ -1,0 +1,226 @@
+"""Whether an optimizer is element-wise: only then may each chip run it on its own shard.
+
+The optimizer's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
+need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `optimizers` do, because they
+receive their norms as an argument. And it must do the same to all layers: see `optimizer_formulas`.
+
+To run it on a few numbers, whole and in shards, and compare the results would not do: a limit far above those numbers,
+a step that is never reached, a layer larger than those tried all go unseen, and a wrong gradient is what follows. And
+the same formula in arrays of other shapes rounds differently, so that even Adam's bits differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from meshmend.errors import ParameterError
+from meshmend.jax.engine.collectives import Tree
+from meshmend.jax.engine.jaxprs import equations, inner_jaxprs
+from meshmend.jax.train.optimizer_formulas import Formulas
+
+MIXING = frozenset(
+    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "transpose", "fft", "gather"}
+)
+"""Operations that combine elements although they may keep the shape; most others that do so change it."""
+POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Operations whose results depend on an element's position in the array, which differs in a shard."""
+STEADY_WITHIN = 4
+"""Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
+INSTEAD = "or install with update='replicated', to update all weights on every chip."
+NEEDS_NORMS = (
+    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but in a fused "
+    "update each weight is updated as soon as its gradient is complete. Install with update='two-phase' instead."
+)
+
+
+def check_elementwise(
+    optimizer: optax.GradientTransformation,
+    shards: Tree,
+    whole: Tree = None,
+    *,
+    own: Tree = None,
+    with_update: bool = False,
+) -> None:
+    """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
+
+    `shards`, `whole` (the layers as they are, in the dtypes of the shards) and `own` (the same in their own dtypes) are
+    trees of shapes and dtypes. With a fused update, layers' norms are refused too: they are known only when all updates
+    are over.
+    """
+    by_layer = (optax.MaskedState, optax.transforms.PartitionState)
+    state, update = _traceable(optimizer, shards, whole, with_update)
+    if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
+        raise _by_layer()
+    traced = jax.make_jaxpr(update)(shards, state, shards)
+    own_shapes = {shard.shape for shard in jax.tree.leaves(shards)}
+    for equation in equations(traced.jaxpr):
+        name = equation.primitive.name
+        if name in POSITIONAL and any(v.aval.shape in own_shapes for v in equation.outvars):
+            raise ParameterError(
+                f"This optimizer cannot update shards of the weights: its {name} depends on a weight's position in its "
+                f"layer, or draws random numbers, which would be the same on every chip. Use one without; {INSTEAD}"
+            )
+        shapes = {v.aval.shape for v in equation.invars if getattr(v.aval, "shape", ())}
+        if not shapes or inner_jaxprs(equation):
+            continue
+        kept = all(v.aval.shape in shapes for v in equation.outvars)
+        if len(shapes) > 1 or not kept or name in MIXING:
+            raise ParameterError(
+                f"This optimizer cannot update shards of the weights: its {name} combines values of several weights, "
+                "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
+                f"adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; {INSTEAD}"
+            )
+    if whole is not None:
+        formulas = Formulas()
+        of_shards = formulas.of_update(update, state, shards)
+        if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
+            raise _by_layer()
+        if own is not None and not _ignores_dtypes(optimizer, update, own, whole):
+            raise _by_layer()
+
+
+def updates_of(
+    optimizer: optax.GradientTransformation, gradients: Tree, state: Tree, params: Tree, *, value: Any, **more: Any
+) -> tuple[Tree, Tree]:
+    """Call an optimizer's update with everything a train step has; refuse by name any other argument it requires."""
+    update = optax.with_extra_args_support(optimizer).update
+    try:
+        updates, state = update(gradients, state, params, value=value, grad=gradients, **more)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ParameterError(
+            f"This optimizer requires something that a train step does not have: {error}. It gets the gradients (grad) "
+            "and the mean loss (value), but cannot evaluate the loss again, as a line search does."
+        ) from error
+    return updates, state
+
+
+def update_weights(
+    optimizer: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, scale: Any, **more: Any
+) -> tuple[Tree, Tree]:
+    """Apply the optimizer's updates, times `scale` if there is one."""
+    updates, state = updates_of(optimizer, gradients, state, params, **more)
+    if scale is not None:
+        updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
+    return optax.apply_updates(params, updates), state
+
+
+def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer with an `init` whose state has the dtypes that updates leave it with, where those are wider.
+
+    Of bfloat16 weights, `optax.inject_hyperparams` begins with moments in bfloat16, and its first update returns them
+    in float32. A compiled step, a copy in memory and a checkpoint have one dtype per array, from the first step on.
+    Widening changes no number. What becomes narrower is left as it is: `compile_train_step` refuses it.
+    """
+    plain = optax.with_extra_args_support(optimizer)
+
+    def after(gradients: Tree, state: Tree, weights: Tree) -> Tree:
+        layers = _NoLayers(weights, with_update=False)
+        return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
+
+    def widened(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+        old = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        try:
+            is_wider = old != new.dtype and jnp.promote_types(old, new.dtype) == new.dtype
+        except jax.dtypes.TypePromotionError:
+            is_wider = False
+        return jnp.asarray(leaf, new.dtype) if is_wider and jnp.shape(leaf) == new.shape else leaf
+
+    def init(params: Tree) -> Tree:
+        state = plain.init(params)
+        for _ in range(STEADY_WITHIN):
+            new = jax.eval_shape(after, params, state, params)
+            structures: list[Any] = [jax.tree.structure(tree) for tree in (state, new)]
+            if structures[0] != structures[1]:
+                break
+            wider = jax.tree.map(widened, state, new)
+            if all(map(operator.is_, jax.tree.leaves(wider), jax.tree.leaves(state))):
+                break
+            state = wider
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, plain.update)
+
+
+def _traceable(
+    optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_update: bool
+) -> tuple[Tree, Callable[..., Tree]]:
+    """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
+
+    def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
+        layers = _NoLayers(weights, with_update)
+        return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
+
+    def works(tree: Tree) -> Tree:
+        state = jax.eval_shape(optimizer.init, tree)
+        jax.eval_shape(traced, tree, state, tree)
+        return state
+
+    try:
+        return works(shards), traced
+    except ParameterError:
+        raise
+    except Exception as error:
+        if whole is not None:
+            works(whole)  # an optimizer that is wrong for whole layers too fails with its own error
+        raise _by_layer() from error
+
+
+def _ignores_dtypes(
+    optimizer: optax.GradientTransformation, update: Callable[..., Tree], own: Tree, whole: Tree
+) -> bool:
+    """Whether an update does the same to layers in their own dtypes as in those of the shards."""
+
+    def facts(tree: Tree) -> list[tuple[tuple[int, ...], object]]:
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    if facts(own) == facts(whole):
+        return True
+    ways = []
+    for tree in (own, whole):
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
+        try:
+            ways.append((jax.eval_shape(optimizer.init, shapes), shapes))
+            jax.eval_shape(update, shapes, *ways[-1])
+        except jax.dtypes.TypePromotionError:
+            return True  # JAX does no arithmetic in float8: on one device there is nothing to be compared with
+    return Formulas(any_width=True).are_alike(update, *ways)
+
+
+def _by_layer() -> ParameterError:
+    return ParameterError(
+        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
+        "shape or dtype), but a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
+    )
+
+
+class _NoLayers:
+    """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
+
+    def __init__(self, shards: Tree, with_update: bool) -> None:
+        self.shards = shards
+        self.with_update = with_update
+
+    def norms(self, *trees: Tree) -> list[Tree]:
+        if self.with_update:
+            raise ParameterError(NEEDS_NORMS)
+        return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
+
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
+        del tree
+        if self.with_update and limit is None:
+            raise ParameterError(NEEDS_NORMS)
+        return jnp.ones(())
+
+    def chosen(self, mask: Any) -> Tree:
+        del mask
+        return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
