@@ -15,6 +15,7 @@ from meshmend.availability.assumptions import BERT_PARAMETERS, DEFAULTS, TABLE
 from meshmend.cost import predict
 from meshmend.planning import plan
 from meshmend.topology import Mesh
+from pages import ROOT
 
 run, facts_of = partial(commandline.run, "availability"), partial(commandline.run_json, "availability")
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--assume", "payload_bytes=1MB")
@@ -115,6 +116,12 @@ def test_the_table_of_assumptions_says_what_python_assumes() -> None:
     )  # fmt: skip
     assert all(about.what and about.source for about in TABLE.values())
     assert Assumptions.of("8x8") == Assumptions.of("8x8", **DEFAULTS)
+
+
+def test_the_page_has_every_assumption() -> None:
+    page = (ROOT / "docs" / "availability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)[`=]", page.partition("\n## Assumptions")[2].partition("\n## ")[0])
+    assert set(TABLE) <= set(named)
 
 
 @pytest.mark.parametrize(

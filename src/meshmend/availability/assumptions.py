@@ -383,7 +383,7 @@ def read_assumptions(texts: Iterable[str]) -> dict[str, Any]:
     {'spares': 1, 'host': (2, 2), 'payload_bytes': 50000000.0}
     """
     found: dict[str, Any] = {}
-    for name, text in (item for one in texts for item in parse_settings(one).items()):
+    for name, text in parse_settings(",".join(texts)).items():
         if name not in TABLE:
             listed = ", ".join(f"{key} ({about.write(DEFAULTS[key])})" for key, about in TABLE.items())
             near = did_you_mean(name, TABLE)

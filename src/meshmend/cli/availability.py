@@ -120,7 +120,7 @@ def command(
         raise ParameterError("--name is for the page: give --output F.html, too.")
     described = machine.hardware(None)
     driven = JOB_HARDWARE if described is None else through_xla(described)
-    given = read_assumptions(assume or ())
+    given = read_assumptions(assume) if assume else {}
     # The simulation makes failures of its own; slow cables stay.
     mesh = machine.mesh(shape, HoleOptions(wrap=wrap, cable_rate=cable_rate)).whole
     assumptions = Assumptions.of(mesh, hardware=hardware or driven, **given)

@@ -111,10 +111,11 @@ def parse_settings(text: str) -> dict[str, str]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the nearest of what is known, after a space; nothing if none is near.
 
-    >>> did_you_mean("chunk", ["chunks", "trees"])
-    ' Did you mean chunks?'
+    >>> did_you_mean("chunk", ["chunks", "trees"]), did_you_mean("hop", ["start_s", "hop_latency_s"])
+    (' Did you mean chunks?', ' Did you mean hop_latency_s?')
     """
-    near = get_close_matches(name, list(known), n=1)
+    names = list(known)
+    near = get_close_matches(name, names, n=1) or [one for one in names if name in one]
     return f" Did you mean {near[0]}?" if near else ""
 
 
