@@ -19,7 +19,7 @@ EXTRAS = {
     "tpu": r"meshmend compile\b|benchmarks/(?:jax_(?:fsdp|billion)|paper_workloads)",
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_|meshmend bench\b",
     "torch": r"meshmend\.torch|meshmend lab bench allreduce|(?:examples/|benchmarks/)torch",
-    "draw": r"meshmend draw\b|mm\.draw\b|--plot\b",
+    "draw": r"meshmend draw\b.* -o\b|mm\.draw\b|--plot\b",
     "availability": r"meshmend availability\b|meshmend\.availability",
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",
 }

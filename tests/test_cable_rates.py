@@ -156,7 +156,7 @@ def test_the_cache_tells_rates_apart(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_rates() -> None:
-    words = ["plan", "4x4", "--planner", "weave", "--chunks", "8", "--hardware", "ideal", "--payload", "1GB"]
+    words = ["plan", "4x4", "--planner", "weave:chunks=8", "--hardware", "ideal", "--payload", "1GB"]
     plain, slow = run_json(*words), run_json(*words, "--cable-rate", "4x1@0,1=1/2")
     assert plain["cable_rates"] == {}
     assert slow["cable_rates"] == {f"{row},1-{row + 1},1": "1/2" for row in range(3)}

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
-from meshmend.availability.assumptions import Assumptions, Level
+from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import FailureEvent
 from meshmend.availability.job import TimeSpent, require_simpy, simulate_run
 from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, SubMesh, make_policies
@@ -97,9 +97,12 @@ def assume(job: RecordedJob, **others: Any) -> Assumptions:
     never_min = 1 + 2 * job.until_s / 60
     return Assumptions(
         mesh,
-        job.host,
-        (Level("host", job.host, math.inf, 1.0),),
         **{
+            "host": job.host,
+            "board": None,
+            "mtbf_chip_h": math.inf,
+            "mtbf_host_h": math.inf,
+            "repair_host_h": 1.0,
             "quick_repair_h": 1.0,
             "checkpoint_min": min(job.checkpoint_steps * whole_s / 60, never_min),
             "save_s": job.checkpoint_s,

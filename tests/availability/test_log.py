@@ -90,7 +90,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(tmp_path: Path) -> 
     assert (held >= 51).all()
 
 
-SMALL = ("8x8", "--days", "30", "--runs", "2", "--payload", "1MB", "--checks", "0")
+SMALL = ("8x8", "--days", "30", "--runs", "2", "--assume", "payload_bytes=1MB", "--checks", "0")
 
 
 def test_a_study_with_the_rates_of_a_log(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_mistakes_name_the_line(text: str, message: str, tmp_path: Path) -> None
     [
         (("--log", "none.csv"), "none.csv cannot be read"),
         (("--log-chips", "8"), "--log-chips goes with --log"),
-        (("--log", "LOG", "--mtbf-host", "300"), "--mtbf-host and --log both give a rate"),
+        (("--log", "LOG", "--assume", "mtbf_host_h=300"), "--assume mtbf_host_h and --log both give a rate"),
         (("--log", "LOG", "--log-chips", "12"), "--log-chips 12: 8 chips per host do not divide them"),
         (("--log", "LOG", "--log-chips", "8"), "names 2 hosts that failed, but it is about 1"),
     ],

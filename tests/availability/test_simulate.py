@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from meshmend import Mesh
 from meshmend.availability import POLICIES, Assumptions, Estimate, simulate
 from meshmend.availability.history import draw
 from meshmend.availability.policies import QuickRepair
+from meshmend.availability.simulate import sweep
+from meshmend.availability.throughput import Throughput
 from meshmend.errors import MeshError, ParameterError
 
 
@@ -166,7 +169,14 @@ def test_a_study_begins_with_a_whole_machine() -> None:
         simulate(Assumptions.of("8x8"), runs=0)
 
 
-def test_the_documented_plot_is_there() -> None:
+def test_the_documented_plot_is_there_and_its_script_draws(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "availability.md"
     assert "figures/availability.svg" in page.read_text(encoding="utf-8")
     assert (page.parent / "figures" / "availability.svg").exists()
+    machine = Assumptions.of("8x8", payload_bytes=1e6)
+    known = Throughput(machine)
+    study = simulate(machine, days=30, runs=2, checks=0, throughput=known)
+    drawn = tmp_path / "worth.svg"
+    runpy.run_path(str(page.parent / "figures" / "availability.py"))["plot"](study, sweep(study, known), drawn)
+    text = drawn.read_text(encoding="utf-8")
+    assert all(f"<!-- {kind.name} -->" in text for kind in POLICIES)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import commandline
-from meshmend.availability import POLICIES
-from meshmend.availability.assumptions import BERT_PARAMETERS
+from meshmend.availability import POLICIES, Assumptions
+from meshmend.availability.assumptions import BERT_PARAMETERS, DEFAULTS, TABLE
 from meshmend.cost import predict
 from meshmend.planning import plan
 from meshmend.topology import Mesh
+from pages import ROOT
 
 run, facts_of = partial(commandline.run, "availability"), partial(commandline.run_json, "availability")
-SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB")
+SMALL = ("8x8", "--days", "60", "--runs", "3", "--assume", "payload_bytes=1MB")
 
 
 def test_people_see_every_policy() -> None:
@@ -41,7 +43,7 @@ def test_programs_get_the_same_and_every_assumption() -> None:
     assert [level["name"] for level in assumed["levels"]] == ["host", "board", "chip"]
     assert assumed["payload_bytes"] == 1e6
     assert (assumed["cube"], assumed["slice_shape"], assumed["copies_s"]) == ("8x8", "4x4", None)
-    assert assumed.keys() - {"levels", "host", "grow", "rates_from"} <= facts["sources"].keys()
+    assert assumed.keys() - {"levels", "rates_from"} == facts["sources"].keys()
     assert "Llama 3" in facts["sources"]["mtbf_host_h"]
 
 
@@ -58,7 +60,7 @@ def test_it_prices_what_a_job_runs() -> None:
     shown = " ".join(run("4x4", *QUICK).split())
     assert "the all-reduce of 1.336 GB (4 bytes per gradient, as a job sends them) takes" in shown
     assert "on tpu-v3-xla." in shown
-    assert "the all-reduce of 1 MB takes" in " ".join(run("4x4", *QUICK, "--payload", "1MB").split())
+    assert "the all-reduce of 1 MB takes" in " ".join(run("4x4", *QUICK, "--assume", "payload_bytes=1MB").split())
     assert facts_of("4x4", *QUICK, "--hardware", "tpu-v3")["assumptions"]["hardware"]["name"] == "tpu-v3"
 
 
@@ -66,7 +68,7 @@ def test_a_described_machine_brings_its_hardware_and_its_slow_cables(tmp_path: P
     rates = {f"{r},{c}-{r},{c + 1}": "1/2" for r in range(4) for c in range(3)}
     path = tmp_path / "mine.yaml"
     path.write_text(f"meshmend: 1\nshape: 4x4\nhardware: tpu-v6e\nfailed: ['0,3']\nrates: {json.dumps(rates)}")
-    words = ["availability", "--machine", path, "--payload", "100MB", *QUICK]
+    words = ["availability", "--machine", path, "--assume", "payload_bytes=100MB", *QUICK]
     found = commandline.run_json(*words)
     machine = Mesh("4x4", cable_rates=rates)  # a slow cable of a failed chip stays slow once the chip is repaired
     seconds = predict(plan(machine, payload_bytes=1e8, hardware="tpu-v6e-xla"), 1e8, "tpu-v6e-xla").seconds
@@ -77,14 +79,15 @@ def test_a_described_machine_brings_its_hardware_and_its_slow_cables(tmp_path: P
     assert other["assumptions"]["hardware"]["name"] == "tpu-v6e"
 
 
-def test_every_assumption_is_an_option() -> None:
+def test_every_assumption_can_be_given() -> None:
     words = """
-        8x8 --host 2x4 --board none --days 30 --runs 1 --seed 7 --checks 0 --mtbf-chip inf --mtbf-host 400
-        --repair-host 9 --repair-chip 8 --quick-repair 3 --checkpoint-minutes 15 --save-seconds 5 --detect-seconds 6
-        --restart-seconds 7 --swap-seconds 8 --replan-seconds 9 --grow failure --spares 1 --price 4 --cube 4x8
-        --spare-cubes 3 --ocs-seconds 11 --slice 2x4 --elastic-seconds 12 --replace-slice 5 --copies-seconds 13
-        --crew-price 50 --payload 2MB --compute-seconds 0.01 --hardware tpu-v2 --cable-rate 0,0-0,1=1/2
+        8x8 --days 30 --runs 1 --seed 7 --checks 0 --hardware tpu-v2 --cable-rate 0,0-0,1=1/2
+        --assume host=2x4,board=none,mtbf_chip_h=inf,mtbf_board_h=9,mtbf_host_h=400,repair_host_h=9,repair_chip_h=8
+        --assume repair_board_h=1,quick_repair_h=3,checkpoint_min=15,save_s=5,detect_s=6,restart_s=7,swap_s=8,replan_s=9
+        --assume grow=failure,spares=1,price=4,cube=4x8,spare_cubes=3,ocs_s=11,slice_shape=2x4,elastic_s=12,replace_h=5
+        --assume copies_s=13,crew_price=50,payload_bytes=2MB,compute_s=0.01
     """
+    assert set(re.findall(r"(\w+)=", words.partition("--assume")[2])) == set(TABLE)
     facts = facts_of(*words.split())
     assumed = facts["assumptions"]
     assert {name: assumed[name] for name in ("host", "grow", "spares", "price", "crew_price", "compute_s")} == {
@@ -104,6 +107,35 @@ def test_every_assumption_is_an_option() -> None:
     assert facts["hours_between_failures"] == pytest.approx(50)
 
 
-def test_the_plot(tmp_path: Path) -> None:
-    assert "Drawn to" in run(*SMALL, "--checks", "0", "--plot", tmp_path / "worth.svg")
-    assert (tmp_path / "worth.svg").read_text(encoding="utf-8").startswith("<?xml")
+def test_the_table_of_assumptions_says_what_python_assumes() -> None:
+    shown = run("--assumptions", width=120)
+    rows = dict(re.findall(r"^(\w+) {2,}(.+?) {2,}", shown, re.M))
+    assert list(rows) == ["assumption", *TABLE]
+    assert (rows["restart_s"], rows["mtbf_host_h"], rows["copies_s"], rows["cube"]) == (
+        "300 s", "19,000 h", "no copies", "64 chips",
+    )  # fmt: skip
+    assert all(about.what and about.source for about in TABLE.values())
+    assert Assumptions.of("8x8") == Assumptions.of("8x8", **DEFAULTS)
+
+
+def test_the_page_has_every_assumption() -> None:
+    page = (ROOT / "docs" / "availability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)[`=]", page.partition("\n## Assumptions")[2].partition("\n## ")[0])
+    assert set(TABLE) <= set(named)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("restart=60", "There is no assumption 'restart'. Did you mean restart_s? Assumptions, with their defaults:"),
+        ("restart=60", "repair_host_h (24 h), quick_repair_h (4 h)"),
+        ("spares=two", "spares is 'two', expected a whole number."),
+        ("save_s=5min", "save_s is '5min', expected a number, in s."),
+        ("payload_bytes=5", "its unit is missing. Write bytes as 5B"),
+        ("host=none", "'none' is not a shape"),
+        ("price", "'price' is not a setting. Write its name and its value, as in name=value."),
+        ("price=1,price=2", "sets price twice. Leave one of them out."),
+    ],
+)
+def test_mistakes_in_an_assumption_teach(given: str, message: str) -> None:
+    assert message in commandline.run_json("availability", "8x8", "--assume", given, code=1)["message"]

@@ -50,11 +50,11 @@ def test_a_saved_plan_is_verified_again(tmp_path: Path, ending: str) -> None:
 
 def test_cables_and_parameters_reach_the_planner(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.npz")
-    words = ["--fail-cable", "3,2-4,2", "--planner", "row-pairs", "--orientation", "columns", "--segments", "2"]
+    words = ["--fail-cable", "3,2-4,2", "--planner", "row-pairs:orientation=columns,segments=2"]
     facts = run_json("plan", "8x8", *words, "--save", path)
     assert facts["failed_cables"] == ["3,2-4,2"]
     assert {phase["name"] for phase in facts["phases"]} >= {"column rings: reduce-scatter", "yellow forwards to blue"}
-    assert facts["chunks"] == 2 * run_json("plan", "8x8", *words[:-2])["chunks"]
+    assert facts["chunks"] == 2 * run_json("plan", "8x8", *words[:-1], "row-pairs:orientation=columns")["chunks"]
 
 
 @pytest.mark.parametrize("words", [(), ("quarantine",)], ids=lambda words: " ".join(words))

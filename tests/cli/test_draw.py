@@ -30,7 +30,9 @@ def test_people_see_what_was_drawn_and_where(tmp_path: Path) -> None:
 
 def test_parameters_reach_the_planner_and_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    run(*HOLED, "--orientation", "columns", "--what", "trees", "--chunk", "3", "--chunk", "7", "-o", str(path))
+    run(
+        *HOLED[:-1], "row-pairs:orientation=columns", "--what", "trees", "--chunk", "3", "--chunk", "7", "-o", str(path)
+    )
     text = path.read_text(encoding="utf-8")
     assert "chunk 3: " in text
     assert "chunk 7: " in text
@@ -51,3 +53,42 @@ def test_routes_without_a_plan(tmp_path: Path) -> None:
     assert facts["what"] == "routes"
     assert facts["planner"] is None
     assert "(2,0) to (4,5): " in (tmp_path / "a.svg").read_text(encoding="utf-8")
+
+
+ROUTED = ("8x8", "--fail", "2x2@2,2", "--route")
+
+
+def test_all_routes() -> None:
+    facts = run_json(*ROUTED, "all")
+    assert facts["scheme"] == "detour"
+    assert facts["deadlock_free"] is True
+    assert facts["virtual_channels"] == 2
+    assert facts["pairs"] == 60 * 59
+    assert facts["pairs_without_route"] == 0
+    assert facts["mean_detour"] == 1
+    assert facts["longest_detour_hops"] == 0
+    assert facts["busiest_link_flows"] == 192
+
+
+def test_one_route() -> None:
+    (found,) = run_json(*ROUTED, "2,1-2,4")["routes"]
+    assert found["hops"] == 5
+    assert found["path"] == [[2, 1], [1, 1], [1, 2], [1, 3], [1, 4], [2, 4]]
+    assert len(found["channels"]) == 5
+    shown = run(*ROUTED, "2,1-2,4", "--route", "0,0-0,0", width=120)
+    assert "(2,1) → (1,1) → (1,2)" in shown
+    assert "(0,0) to (0,0)" in shown
+
+
+def test_people_see_the_same_of_routes() -> None:
+    shown = " ".join(run(*ROUTED, "all", "--scheme", "dimension-order").split())
+    for words in ("dimension-order routes on 8x8 minus 2x2@2,2", "656 without a route", "✓ free of deadlock"):
+        assert words in shown
+
+
+def test_schemes_and_channels() -> None:
+    assert run_json("8x8", "--wrap", "all", "--route", "all")["virtual_channels"] == 2
+    assert run_json(*ROUTED, "all", "--channels", "1")["scheme"] == "up-down"
+    assert run_json("1x1", "--route", "all")["busiest_link"] is None
+    cut = run_json("4x4", "--fail-cable", "1,1-1,2", "--route", "all", "--scheme", "up-down")
+    assert cut["failed_cables"] == ["1,1-1,2"]

@@ -56,20 +56,30 @@ WRONG = to_text(PLAN).replace("reduce  phase", "copy  phase", 1)
 
 PLANNED = ("--planner", "hamiltonian")
 PAID = ("--payload", "1MB")
-ACROSS = ("--from", "1,0", "--to", "1,2")
+ACROSS = ("--route", "1,0-1,2")
 # command, what is wrong, the words, a part of the message
 CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "cut mesh", ["4x4", *CUT], "cannot plan"),
     ("plan", "bad shape", ["4y4"], "'4y4' is not a shape"),
     ("plan", "bad name", ["4x4", "--planner", "[/bold]"], "There is no planner '[/bold]'"),
     ("plan", "half a block", ["8x8", "--fail", "1,1", *PLANNED], "has failed while"),
-    ("plan", "no such parameter", ["8x8", *PLANNED, "--segments", "2"], "hamiltonian has no parameter 'segments'"),
+    ("plan", "no such parameter", ["8x8", "--planner", "hamiltonian:segments=2"], "has no parameter 'segments'"),
+    ("plan", "parameter misspelt", ["8x8", "--planner", "weave:chunk=2"], "owners, budget_s, lag"),
+    ("plan", "nearest parameter", ["8x8", "--planner", "weave:chunk=2"], "Did you mean chunks?"),
+    ("plan", "nearest planner", ["8x8", "--planner", "row-pair:segments=2"], "Did you mean row-pairs? Planners:"),
+    ("plan", "no setting", ["8x8", "--planner", "weave:chunks=2,lag"], "'lag' is not a setting"),
+    ("plan", "no count", ["8x8", "--planner", "weave:chunks=many"], "chunks is 'many', expected a whole number"),
+    ("plan", "no part of a name", ["8x8", "--planner", "auto:payload_bytes=9"], "no part of a planner's name"),
     ("plan", "bad wrap", ["8x8", *PLANNED, "--wrap", "2"], "expected none, all, or axes from 0 to 1"),
     ("plan", "no such unit", ["4x4", "--payload", "1XB"], "is no unit of bytes"),
     ("plan", "bad unit", ["4x4", "--payload", "3 parsecs"], "is not a payload"),
     ("plan", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
-    ("plan", "too many segments", ["4x4", "--planner", "row-pairs", "--segments", "999999999"], "65,536 segments"),
+    ("plan", "too many segments", ["4x4", "--planner", "row-pairs:segments=999999999"], "65,536 segments"),
     ("plan", "bad hardware", ["4x4", "--hardware", "abacus"], "There is no hardware 'abacus'"),
+    ("plan", "nearest hardware", ["4x4", "--hardware", "tpu-v6:hop_latency_s=1us"], "Did you mean tpu-v6e?"),
+    ("plan", "no such number", ["4x4", "--hardware", "ideal:link_rate=1GB/s"], "Hardware has no number 'link_rate'"),
+    ("plan", "nearest number", ["4x4", "--hardware", "ideal:hop_latency=1us"], "Did you mean hop_latency_s?"),
+    ("plan", "no number of links", ["4x4", "--hardware", "ideal:links_at_once=all"], "expected a whole number"),
     ("plan", "unwritable", ["4x4", "--save", "nowhere/plan.npz"], "--save: nothing can be written in nowhere"),
     ("plan", "file in place of folder", ["4x4", "--save", "file/plan.npz"], "--save: nothing can be written in file"),
     ("plan", "folder in place of file", ["4x4", "--save", "folder.npz"], "this is a folder"),
@@ -81,18 +91,20 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("prepare", "bad host", ["4x4", "--host", "3x3"], "do not tile"),
     ("prepare", "empty host", ["4x4", "--host", "0x0"], "do not tile"),
     ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
-    ("route", "cut mesh", ["4x4", *CUT], "not connected"),
-    ("route", "no route", ["4x4", "--fail", "1,1", "--scheme", "dimension-order", *ACROSS], "has no route"),
-    ("route", "no choice", ["8x8", "--scheme", "detour", "--channels", "2"], "nothing to choose"),
-    ("route", "failed chip", ["4x4", "--fail", "1,1", "--from", "1,1", "--to", "0,0"], "(1,1)"),
-    ("route", "bad name", ["4x4", "--scheme", "[bold]"], "[bold]"),
-    ("route", "half a question", ["4x4", "--from", "0,0"], "--from and --to go together"),
+    ("draw", "routes, cut mesh", ["4x4", *CUT, "--route", "all"], "not connected"),
+    ("draw", "no route", ["4x4", "--fail", "1,1", "--scheme", "dimension-order", *ACROSS], "has no route"),
+    ("draw", "no choice", ["8x8", "--route", "all", "--scheme", "detour", "--channels", "2"], "nothing to choose"),
+    ("draw", "failed chip", ["4x4", "--fail", "1,1", "--route", "1,1-0,0"], "(1,1)"),
+    ("draw", "bad scheme", ["4x4", "--route", "all", "--scheme", "[bold]"], "[bold]"),
+    ("draw", "half a route", ["4x4", "--route", "0,0"], "'0,0' is not a route. Write its two chips"),
+    ("draw", "scheme of a plan", ["4x4", "--scheme", "detour", "-o", "a.svg"], "give --route, too"),
+    ("draw", "picture of all routes", ["4x4", "--route", "all", "-o", "a.svg"], "A picture shows single routes"),
     ("verify", "missing", ["nowhere.npz"], "nowhere.npz"),
     ("verify", "damaged", ["damaged.npz"], "damaged.npz"),
     ("verify", "no all-reduce", ["wrong.txt"], "ends with a wrong chunk"),
     ("verify", "bad ending", ["file"], "file"),
-    ("plan", "bad rate", ["4x4", *PAID, "--link-rate", "fast"], "is not a link rate"),
-    ("plan", "bad time", ["4x4", *PAID, "--step-latency", "1 fortnight"], "is not a time"),
+    ("plan", "bad rate", ["4x4", "--hardware", "ideal:link_bytes_per_s=fast"], "is not a link rate"),
+    ("plan", "bad time", ["4x4", "--hardware", "ideal:step_latency_s=1 fortnight"], "is not a time"),
     ("plan", "bad mode", ["4x4", *PAID, "--mode", "wild"], "expected one of"),
     ("plan", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
     ("plan", "no all-reduce", ["wrong.txt", *PAID], "ends with a wrong chunk"),
@@ -103,10 +115,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
     ("compare", "unwritable", ["4x4", *PAID, "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
     ("compare", "bad ending", ["4x4", *PAID, "--plot", "a.doc"], "expected .png, .svg or .pdf"),
-    ("availability", "bad host", ["4x4", "--host", "3x3"], ""),
+    ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
     ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
-    ("availability", "unwritable", ["4x4", "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
     ("availability", "missing log", ["4x4", "--log", "nowhere.csv"], "nowhere.csv cannot be read"),
     ("availability", "unwritable page", ["4x4", "-o", "nowhere/a.html"], "--output: nothing can be written in nowhere"),
     ("availability", "bad ending", ["4x4", "-o", "a.pdf"], "expected .html or .htm"),
@@ -214,7 +225,7 @@ def test_a_wrong_command_line_is_one_line(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["nonsense"], ["plan"], ["quarantine", "nonsense"], ["plan", "4x4", "--chunks", "many"]]
+    "words", [["nonsense"], ["plan"], ["quarantine", "nonsense"], ["plan", "4x4", "--chunks", "8"], ["draw", "4x4"]]
 )
 def test_usage_is_one_line(words: list[str]) -> None:
     check(words, "--help", code=2)
@@ -226,7 +237,6 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
         (["compare", "4x4", *PAID, "--plot", "a.svg"], "matplotlib", "draw"),
         (["availability", "4x4"], "simpy", "availability"),
-        (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
         (["bench", "--shape", "1x2"], "jax", "jax"),
@@ -252,7 +262,6 @@ def test_a_missing_extra_is_one_line(
         ["draw", "4x4", "-o", "nowhere/a.svg"],
         ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
         ["compare", "4x4", *PAID, "--plot", "nowhere/a.svg"],
-        ["availability", "4x4", "--plot", "nowhere/a.svg"],
         ["availability", "4x4", "-o", "nowhere/a.html"],
     ],
     ids=lambda words: words[0],
@@ -267,7 +276,7 @@ def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypat
         "draw.plan",
         "prepare.StepDemands",
         "compare.compare",
-        "studies.simulate",
+        "availability.simulate",
     ):
         module, _, name = place.partition(".")
         monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)

@@ -52,7 +52,7 @@ def test_the_terminals_picture_tells_what_has_failed_and_what_is_slow(mine: Path
 
 
 def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:
-    facts = run_json("plan", "--machine", mine, "--fail", "0,7", "--planner", "weave", "--chunks", 8)
+    facts = run_json("plan", "--machine", mine, "--fail", "0,7", "--planner", "weave:chunks=8")
     assert facts["chips"] == 26
     assert facts["verified"]
     run("plan", "4x8", "--machine", mine, code=1)
@@ -76,7 +76,7 @@ def test_an_ambiguous_machine_is_settled_by_its_shape_or_by_what_was_intended(tm
     whole.write_text(SAMPLES["t3000"].text, encoding="utf-8")
     assert "The layout is ambiguous" in run("machine", hurt, code=1)
     assert "chip 6" in run("machine", hurt, "--intended", whole)
-    run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave", "--chunks", 8)
+    run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave:chunks=8")
 
 
 T3000 = 'meshmend: 1\nhardware: tenstorrent-t3000\nshape: 2x4\nfailed: ["0,3"]\nrates: {"1,1-1,2": 1/2}'

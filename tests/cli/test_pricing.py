@@ -14,7 +14,7 @@ HOLED = ("8x8", "--fail", "2x2@2,2", "--payload", "1MB")
 
 
 def test_plan_says_what_the_library_says() -> None:
-    facts = run_json("plan", *HOLED, "--planner", "row-pairs", "--segments", "2", "--hardware", "tpu-v3")
+    facts = run_json("plan", *HOLED, "--planner", "row-pairs:segments=2", "--hardware", "tpu-v3")
     mesh = Mesh("8x8", failed=["2x2@2,2"])
     forecast = predict(plan(mesh, "row-pairs", segments=2), 1e6, "tpu-v3")
     assert facts["seconds"] == forecast.seconds
@@ -29,8 +29,8 @@ def test_plan_says_what_the_library_says() -> None:
 
 def test_own_hardware_on_the_command_line() -> None:
     facts = run_json(
-        *("plan", "1x2", "--payload", "5MB", "--planner", "two-color", "--hardware", "ideal"),
-        *("--link-rate", "40mbit", "--step-latency", "5us", "--hop-latency", "1us"),
+        *("plan", "1x2", "--payload", "5MB", "--planner", "two-color"),
+        *("--hardware", "ideal:link_bytes_per_s=40mbit,step_latency_s=5us,hop_latency_s=1us"),
     )
     # Two chips, one cable: half of the payload each way and back, in two steps (and two that move nothing).
     assert facts["hardware"]["link_bytes_per_s"] == 5e6

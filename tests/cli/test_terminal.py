@@ -17,6 +17,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from meshmend.cli import app, terminal
+from meshmend.cli.root import PANELS
 from meshmend.cost import bound
 from meshmend.topology import Mesh
 
@@ -47,8 +48,7 @@ def test_the_first_screen_of_the_help_is_one_screen(monkeypatch: pytest.MonkeyPa
     assert panels == {
         "Start here": ["plan", "verify", "compare", "draw", "run", "doctor", "studio"],
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
-        "Study": ["availability", "route"],
-        "Measure": ["compile", "bench"],
+        "Study": ["availability", "compile", "bench"],
     }
     visible = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}  # type: ignore[attr-defined]
     assert visible == {name for names in panels.values() for name in names}
@@ -69,11 +69,52 @@ def test_help_shows_flags_as_flags(words: tuple[str, ...]) -> None:
     assert "Usage" in help_
     if not words:
         return  # the first screen has a test of its own
-    options = help_.partition("Options")[2]
+    options = help_.partition("─ Arguments")[2].partition("╯")[2] or help_
     assert not re.search(r"<\w+|BOOLEAN|INTEGER|TEXT|--no-", options)
-    assert re.search(r"--help +-h +Show this message", options)
+    assert re.search(r"─ Output .*--help +-h +Show this message", options, re.S)
     # A line break of a docstring is not one of the terminal's: paragraphs are wrapped to its width.
     assert max(len(line.rstrip()) for line in shown(*words, "-h", width=60).splitlines()) <= 60
+
+
+def leaves(group: Any) -> Iterator[Any]:
+    """Every command that does something."""
+    for command in group.commands.values():
+        yield from leaves(command) if hasattr(command, "commands") else [command]
+
+
+def options_of(command: Any) -> list[Any]:
+    return [param for param in command.params if param.param_type_name == "option"]
+
+
+def test_the_command_line_stays_small() -> None:
+    """What somebody has to look through: commands, and the options of all of them together, without --help."""
+    root: Any = typer.main.get_command(app)
+    assert len(root.commands) <= 15
+    assert sum(len(options_of(command)) for command in leaves(root)) <= 150
+
+
+def test_long_lists_of_options_are_in_panels() -> None:
+    panels = re.findall(r"╭─ ([\w ]+?) ─", shown("plan", "--help"))
+    assert panels == ["Arguments", "Mesh", "Planner", "Payload and hardware", "Output"]
+    for command in leaves(typer.main.get_command(app)):
+        known = [param for param in command.get_params(typer.Context(command)) if param in options_of(command)]
+        if len(known) > 8:
+            assert all(param.rich_help_panel in PANELS for param in known), command.name
+    named = [name for names in PANELS.values() for name in names.split()]
+    there = {name for command in leaves(typer.main.get_command(app)) for param in command.params for name in param.opts}
+    assert len(named) == len(set(named))
+    assert set(named) - {"--help"} <= there
+
+
+@pytest.mark.parametrize("words", [words for words in commands() if len(words) > 0], ids=" ".join)
+def test_the_help_shows_all_that_it_was_given(words: tuple[str, ...]) -> None:
+    """Square brackets in a text would be taken for a style, and vanish."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", shown(*words, "--help", width=400)).split())
+    for param in options_of(command):
+        assert " ".join(param.help.split()) in said, param.name
 
 
 @pytest.mark.parametrize("shape", ["4X6", "4×6", "4x6"])

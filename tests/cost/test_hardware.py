@@ -1,10 +1,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 
 from meshmend.cost import PRESETS, Hardware, find_hardware
-from meshmend.cost.hardware import adjusted
+from meshmend.cost.hardware import adjusted, hardware_facts, parse_hardware, write_hardware
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
 
@@ -73,6 +74,40 @@ def test_adjusting_keeps_the_other_sources() -> None:
     assert dict(changed.sources)["step_latency_s"] == "given by the caller"
     assert "656" in dict(changed.sources)["link_bytes_per_s"]
     assert adjusted(PRESETS["tpu-v3"]) is PRESETS["tpu-v3"]
+
+
+def test_numbers_after_a_name_replace_those_of_the_preset_or_the_file(tmp_path: Path) -> None:
+    wanted: dict[str, float] = {"link_bytes_per_s": 5e6, "message_s": 2e-6, "links_at_once": 1, "shared_cores": 2}
+    text = "link_bytes_per_s=40mbit,message_s=2us,links_at_once=1,shared_cores=2"
+    assert find_hardware(f"tpu-v3:{text}") == adjusted(PRESETS["tpu-v3"], **wanted)
+    write_hardware(PRESETS["tpu-v6e"], tmp_path / "mine.json", {})
+    assert find_hardware(f"{tmp_path}/mine.json:{text}") == adjusted(PRESETS["tpu-v6e"], **wanted)
+    strange = tmp_path / "a:b.json"
+    write_hardware(PRESETS["tpu-v6e"], strange, {})
+    assert find_hardware(str(strange)) == PRESETS["tpu-v6e"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpu-v6", r"There is no hardware 'tpu-v6'\. Did you mean tpu-v6e\? Presets: ideal"),
+        ("tpu-v3:hop=1us", r"Hardware has no number 'hop': it has link_bytes_per_s, step_latency_s, hop_latency_s"),
+        ("tpu-v3:message=1us", r"Did you mean message_s\?"),
+        ("tpu-v3:links_at_once=0", "links_at_once is 0, expected at least 1"),
+        ("tpu-v3:links_at_once=1.5", "links_at_once is '1.5', expected a whole number"),
+        ("tpu-v3:hop_latency_s=1", "'1' is not a time"),
+    ],
+)
+def test_mistakes_in_a_name_teach(text: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        find_hardware(text)
+
+
+def test_an_unknown_field_of_a_file_is_answered_with_those_that_are_known() -> None:
+    facts = hardware_facts(PRESETS["tpu-v3"])
+    facts["hardware"]["hop_latency"] = 1
+    with pytest.raises(ParameterError, match=r"'hop_latency', which is not known.*Did you mean hop_latency_s\?"):
+        parse_hardware(facts, "It")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_availability_tells_its_progress() -> None:
     assert [row["policy"] for row in found["policies"]] == [kind.name for kind in POLICIES]
     assert all(0 < row["goodput"]["mean"] <= 1 for row in found["policies"])
     # Driven as in a job, which the command says.
-    assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e-xla"
+    assert found["command"] == ("meshmend availability 4x4 --assume host=4x2,payload_bytes=1MB --hardware tpu-v6e-xla")
     with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):
         answers.availability(State(shape="4x4"), told.append, host="3x3")
 

@@ -302,7 +302,9 @@ def test_everything_else_is_shown(studio: Studio) -> None:
     rows = [row.text.split()[0] for row in studio.browser.find_elements(By.CSS_SELECTOR, "#alternatives tbody tr")]
     assert {"weave", "latency", "hamiltonian", "row-pairs", "two-color", "sub-mesh"} <= set(rows)
     assert studio.text("proof").startswith("✓ Proven all-reduce: every contribution of 12 chips")
-    assert studio.text("command") == ("meshmend plan 4x4 --fail 2x2@0,0 --budget 0.5 --payload 1MB --hardware tpu-v6e")
+    assert studio.text("command") == (
+        "meshmend plan 4x4 --fail 2x2@0,0 --planner auto:budget_s=0.5 --payload 1MB --hardware tpu-v6e"
+    )
     Select(studio.find("#planner")).select_by_value("hamiltonian")
     studio.wait()
     assert studio.find("#plan dd").text == "hamiltonian"

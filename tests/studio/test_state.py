@@ -11,6 +11,7 @@ import pytest
 from meshmend import Mesh
 from meshmend.cli.options import HoleOptions
 from meshmend.errors import MeshmendError, ParameterError
+from meshmend.planning.proven import split_planner
 from meshmend.studio.state import MAX_CHIPS, MAX_LIST, State, whole_machine
 
 HURT = Mesh(
@@ -40,8 +41,8 @@ def test_the_command_asks_the_same(state: State) -> None:
     assert holes.mesh(words[2]) == state.mesh
     assert given["--payload"] == [state.payload]
     assert given["--hardware"] == [state.hardware]
-    assert given.get("--planner", ["auto"]) == [state.planner]
-    assert given.get("--budget", ["10"]) == [f"{state.budget:g}"]
+    name, parameters = split_planner(given.get("--planner", ["auto"])[0])
+    assert (name, parameters.get("budget_s", 10)) == (state.planner, state.budget)
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.shape)

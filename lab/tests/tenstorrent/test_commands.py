@@ -59,7 +59,7 @@ def test_compare_says_what_is_not_known(galaxy: Path, tmp_path: Path, monkeypatc
 def test_programs_are_written_for_the_devices_of_a_machine(galaxy: Path) -> None:
     file, plan = galaxy / "programs.json", galaxy / "plan.npz"
     described = ["--machine", galaxy / "one.yaml", "--intended", galaxy / "whole.yaml"]
-    run("plan", *described, "--planner", "weave", "--chunks", 4, "--save", plan)
+    run("plan", *described, "--planner", "weave:chunks=4", "--save", plan)
     facts = run_json("lab", "programs", plan, *described, "-o", file)
     programs = json.loads(file.read_text(encoding="utf-8"))
     assert {chip["device"] for chip in programs["chips"]} == set(range(32)) - {9}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
-from meshmend.cost.units import format_bytes
+from meshmend.cost.units import did_you_mean, format_bytes, name_seconds, parse_bytes, parse_settings
 from meshmend.errors import MeshError, ParameterError
 from meshmend.machines.machine import through_xla
-from meshmend.topology import Mesh, name_shape
+from meshmend.topology import Mesh, name_shape, parse_shape
 
 Grow = Literal["worth", "checkpoint", "at-once", "failure"]
 GROWS: tuple[Grow, ...] = get_args(Grow)
@@ -43,40 +44,48 @@ _LLAMA = (
     "The Llama 3 Herd of Models (Meta, 2024), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 per "
     "host. GPUs, not TPUs: no failure rate of a 2-D TPU mesh is published that we know of"
 )
-SOURCES: Mapping[str, str] = {
-    "mtbf_chip_h": f"246 of the 419 (58.7 %) were attributed to a GPU or its memory: 54 d × 16,384 / 246. {_LLAMA}",
-    "mtbf_board_h": f"35 of the 419 (8.4 %) were network switches and cables, counted as a board's: 54 d × 4,096 / "
-    f"35. {_LLAMA}",
-    "mtbf_host_h": f"the other 138 of the 419, software included, as a host's: 54 d × 2,048 / 138. {_LLAMA}",
-    "repair_h": "an estimate: found, fetched, changed and tested within a day",
-    "quick_repair_h": "an estimate: four hours is a common service level for replacing hardware on site",
-    "checkpoint_min": "about every hour, cloud.google.com/tpu/docs/maintenance-events",
-    "save_s": "an estimate within the 'seconds to minutes' of cloud.google.com/tpu/docs/maintenance-events",
-    "detect_s": "an estimate: a few missed heartbeats and a decision",
-    "restart_s": "an estimate: start the processes, compile or load the program, restore the checkpoint",
-    "swap_s": "an estimate: wire a spare host into the mesh and test its links",
-    "replan_s": "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
-    "spares": "a choice: two hosts; that any spare can replace any host favours this policy",
-    "cube": "a choice: 64 chips, as in TPU v4 and v5p, whose cubes are 4x4x4 (Jouppi et al., ISCA 2023), or as near to "
-    "it as hosts and mesh allow. No 2-D machine is built of cubes: there it shows what optical switches would be worth",
-    "spare_cubes": "a choice: two, as of hosts. Gemini's report (2023) has 'a small number of cubes' per pod ready",
-    "ocs_s": "optical switches join cubes to another torus 'in around 10 seconds': Gemini's report (2023), on TPU v4",
-    "slice_shape": "a choice: half of each of the first two axes, so quarters; of 32x32 they are 16x16, the largest "
-    "slice of TPU v5e and v6e",
-    "elastic_s": "an estimate within the 'tens of seconds of lost training time per interruption' of slice-granularity "
-    "elasticity: Gemini 2.5's report (2025)",
-    "replace_h": "not assumed unless given: a lost slice is back when it is repaired. To be given other machines takes "
-    "'10 or more' minutes (Gemini 2.5's report); they are not paid for here",
-    "copies_s": "not assumed unless given: a failure falls back to the last checkpoint. A job with copies of its state "
-    "in memory, as under `meshmend run`, loses a few steps",
-    "price": "list price of TPU v3: $8 per hour for a v3-8, which is four chips; set your own",
-    "crew_price": "not counted unless given: the cost of a crew that is always on site",
-    "compute_s": f"BERT on 1024 chips of TPU v3: {BERT_STEP_SOURCE}, less the {BERT_OVERHEAD:.1%} that table 2 "
-    "gives to the all-reduce",
-    "payload_bytes": f"BERT's gradients, {BYTES_PER_SUM} bytes each, as a job sums them (float32): "
-    f"{BERT_PARAMETERS_SOURCE}",
-    "hardware": "the machine's, as the engine of a job drives it: a TPU through XLA (the presets with -xla)",
-}
+Unit = Literal["h", "min", "s", "$", "bytes", "chips", "parts", "rule"]
+_REPAIR = "an estimate: found, fetched, changed and tested within a day"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A row of the table: what a number says, its unit, where its default comes from.
+
+    `absent` is what it means that there is none: no shape, None or infinity.
+    """
+
+    what: str
+    unit: Unit
+    source: str
+    absent: str = ""
+
+    def read(self, name: str, text: str) -> object:
+        """Return the value that a text says, in the unit of its name; bytes have their own."""
+        if self.unit == "chips":
+            return None if self.absent and text == "none" else parse_shape(text)
+        if self.unit == "bytes":
+            return parse_bytes(text)
+        if self.unit == "rule":
+            return text
+        try:
+            return int(text) if self.unit == "parts" else float(text)
+        except ValueError:
+            number = "a whole number" if self.unit == "parts" else f"a number, in {self.unit}"
+            raise ParameterError(f"{name} is {text!r}, expected {number}.") from None
+
+    def write(self, value: Any) -> str:
+        """Return a value as people read it."""
+        if value in (None, (), math.inf):
+            return self.absent
+        if self.unit in ("h", "min"):
+            return f"{value:,.10g} {self.unit}"
+        writers = {"s": name_seconds, "$": "${:,.2f}".format, "bytes": format_bytes, "chips": name_shape}
+        return writers.get(self.unit, str)(value)
+
+
+def _assumed(default: Any, what: str, unit: Unit, source: str, absent: str = "") -> Any:
+    return dataclasses.field(default=default, metadata={"about": Assumption(what, unit, source, absent)})
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """A machine, how its parts fail, how a job on it restarts, and what it trains. `SOURCES` has each number's source.
+    """A machine, how its parts fail, how a job on it restarts, and what it trains. `TABLE` describes each number.
 
     `mesh` is the machine with nothing failed; its slow cables count. `payload_bytes` is what a step's all-reduce sums,
     on `hardware`: by default as a job sends it and its engine drives the machine. `levels` are the parts that fail.
@@ -119,62 +128,170 @@ class Assumptions:
     """
 
     mesh: Mesh
-    host: tuple[int, ...]
-    levels: tuple[Level, ...]
-    quick_repair_h: float = 4.0
-    checkpoint_min: float = 60.0
-    save_s: float = 30.0
-    detect_s: float = 60.0
-    restart_s: float = 300.0
-    swap_s: float = 60.0
-    replan_s: float = 10.0
-    spares: int = 2
-    price: float = 2.0
-    crew_price: float = 0.0
-    compute_s: float = BERT_STEP_S * (1 - BERT_OVERHEAD)
-    payload_bytes: float = BERT_PARAMETERS * BYTES_PER_SUM
+    host: tuple[int, ...] = _assumed(
+        (4, 2), "chips per host; hosts tile the mesh", "chips", "a choice: the hole of Kumar and Jouppi, 2020"
+    )
+    board: tuple[int, ...] | None = _assumed(
+        (2, 2), "chips per board; boards tile a host", "chips", "a choice: two boards per host", "none"
+    )
+    mtbf_chip_h: float = _assumed(
+        85_000.0,
+        "mean time between failures of a chip",
+        "h",
+        f"246 of the 419 (58.7 %) were attributed to a GPU or its memory: 54 d × 16,384 / 246. {_LLAMA}",
+        "never fails",
+    )
+    mtbf_board_h: float = _assumed(
+        150_000.0,
+        "mean time between failures of a board, not counting its chips",
+        "h",
+        f"35 of the 419 (8.4 %) were network switches and cables, counted as a board's: 54 d × 4,096 / 35. {_LLAMA}",
+        "never fails",
+    )
+    mtbf_host_h: float = _assumed(
+        19_000.0,
+        "mean time between failures of a host, not counting its boards",
+        "h",
+        f"the other 138 of the 419, software included, as a host's: 54 d × 2,048 / 138. {_LLAMA}",
+        "never fails",
+    )
+    repair_chip_h: float = _assumed(24.0, "mean time to repair a chip", "h", _REPAIR)
+    repair_board_h: float = _assumed(24.0, "mean time to repair a board", "h", _REPAIR)
+    repair_host_h: float = _assumed(24.0, "mean time to repair a host", "h", _REPAIR)
+    quick_repair_h: float = _assumed(
+        4.0,
+        "quick repair: mean time to repair anything",
+        "h",
+        "an estimate: four hours is a common service level for replacing hardware on site",
+    )
+    checkpoint_min: float = _assumed(
+        60.0, "training between checkpoints", "min", "about every hour, cloud.google.com/tpu/docs/maintenance-events"
+    )
+    save_s: float = _assumed(
+        30.0,
+        "training pauses for a checkpoint",
+        "s",
+        "an estimate within the 'seconds to minutes' of cloud.google.com/tpu/docs/maintenance-events",
+    )
+    copies_s: float = _assumed(
+        math.inf,
+        "training that a failure loses at most, with copies in memory",
+        "s",
+        "not assumed unless given: a failure falls back to the last checkpoint. A job with copies of its state in "
+        "memory, as under `meshmend run`, loses a few steps",
+        "no copies",
+    )
+    detect_s: float = _assumed(
+        60.0, "from a failure to a decision", "s", "an estimate: a few missed heartbeats and a decision"
+    )
+    restart_s: float = _assumed(
+        300.0,
+        "from a decision to the first step",
+        "s",
+        "an estimate: start the processes, compile or load the program, restore the checkpoint",
+    )
+    swap_s: float = _assumed(
+        60.0, "hot spares: to wire a spare in", "s", "an estimate: wire a spare host into the mesh and test its links"
+    )
+    replan_s: float = _assumed(
+        10.0,
+        "fault-tolerant: to plan round the hole",
+        "s",
+        "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
+    )
+    grow: Grow = _assumed(  # noqa: RUF009  # a text
+        "worth", f"when a smaller job takes repaired chips back: {', '.join(GROWS)}", "rule", "a choice"
+    )
+    spares: int = _assumed(
+        2,
+        "hot spares: hosts kept ready",
+        "parts",
+        "a choice: two hosts; that any spare can replace any host favours this policy",
+    )
+    cube: tuple[int, ...] = _assumed(
+        (),
+        "optical cubes, dynamic slices: chips that are lost together",
+        "chips",
+        "a choice: 64 chips, as in TPU v4 and v5p, whose cubes are 4x4x4 (Jouppi et al., ISCA 2023), or as near to it "
+        "as hosts and mesh allow. No 2-D machine is built of cubes: there it shows what optical switches would be "
+        "worth",
+        "64 chips",
+    )
+    spare_cubes: int = _assumed(
+        2,
+        "optical cubes: cubes kept ready",
+        "parts",
+        "a choice: two, as of hosts. Gemini's report (2023) has 'a small number of cubes' per pod ready",
+    )
+    ocs_s: float = _assumed(
+        10.0,
+        "optical cubes, dynamic slices: to reconfigure the switches",
+        "s",
+        "optical switches join cubes to another torus 'in around 10 seconds': Gemini's report (2023), on TPU v4",
+    )
+    slice_shape: tuple[int, ...] = _assumed(
+        (),
+        "elastic slices: chips of a slice",
+        "chips",
+        "a choice: half of each of the first two axes, so quarters; of 32x32 they are 16x16, the largest slice of TPU "
+        "v5e and v6e",
+        "half of two axes",
+    )
+    elastic_s: float = _assumed(
+        30.0,
+        "elastic slices: to go on without a slice, or with it",
+        "s",
+        "an estimate within the 'tens of seconds of lost training time per interruption' of slice-granularity "
+        "elasticity: Gemini 2.5's report (2025)",
+    )
+    replace_h: float | None = _assumed(
+        None,
+        "elastic slices: mean time to replace one",
+        "h",
+        "not assumed unless given: a lost slice is back when it is repaired. To be given other machines takes '10 or "
+        "more' minutes (Gemini 2.5's report); they are not paid for here",
+        "as a repair",
+    )
+    price: float = _assumed(
+        2.0,
+        "price of a chip-hour",
+        "$",
+        "list price of TPU v3: $8 per hour for a v3-8, which is four chips; set your own",
+    )
+    crew_price: float = _assumed(
+        0.0,
+        "quick repair: price of the crew per hour",
+        "$",
+        "not counted unless given: the cost of a crew that is always on site",
+    )
+    compute_s: float = _assumed(
+        BERT_STEP_S * (1 - BERT_OVERHEAD),
+        "a step without its all-reduce",
+        "s",
+        f"BERT on 1024 chips of TPU v3: {BERT_STEP_SOURCE}, less the {BERT_OVERHEAD:.1%} that table 2 gives to the "
+        "all-reduce",
+    )
+    payload_bytes: float = _assumed(
+        BERT_PARAMETERS * BYTES_PER_SUM,
+        "gradients per step, as they are summed",
+        "bytes",
+        f"BERT's gradients, {BYTES_PER_SUM} bytes each, as a job sums them (float32): {BERT_PARAMETERS_SOURCE}",
+    )
     hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(JOB_HARDWARE))
-    grow: Grow = "worth"
-    cube: tuple[int, ...] = ()
-    spare_cubes: int = 2
-    ocs_s: float = 10.0
-    slice_shape: tuple[int, ...] = ()
-    elastic_s: float = 30.0
-    replace_h: float | None = None
-    copies_s: float = math.inf
     rates_from: str = ""
     """Where the failure and repair rates come from, if not from `SOURCES`."""
 
     @classmethod
-    def of(
-        cls,
-        mesh: Mesh | str,
-        *,
-        host: tuple[int, ...] = (4, 2),
-        board: tuple[int, ...] | None = (2, 2),
-        mtbf_chip_h: float = 85_000,
-        mtbf_board_h: float = 150_000,
-        mtbf_host_h: float = 19_000,
-        repair_chip_h: float = 24.0,
-        repair_board_h: float = 24.0,
-        repair_host_h: float = 24.0,
-        hardware: str | Hardware = JOB_HARDWARE,
-        **others: object,
-    ) -> Assumptions:
-        """Return the assumptions for a machine of chips, boards (or None) and hosts; `others` are fields."""
+    def of(cls, mesh: Mesh | str, *, hardware: str | Hardware = JOB_HARDWARE, **others: Any) -> Assumptions:
+        """Return the assumptions for a machine; `others` are fields."""
         machine = Mesh(mesh) if isinstance(mesh, str) else mesh
-        levels = [
-            Level("host", host, mtbf_host_h, repair_host_h),
-            Level("chip", (1,) * machine.n_axes, mtbf_chip_h, repair_chip_h),
-        ]
-        if board is not None:
-            levels.insert(1, Level("board", board, mtbf_board_h, repair_board_h))
-        return cls(machine, host, tuple(levels), hardware=find_hardware(hardware), **others)  # type: ignore[arg-type]
+        return cls(machine, hardware=find_hardware(hardware), **others)
 
     def __post_init__(self) -> None:
         if not self.mesh.is_full:
             raise MeshError(f"A study starts with a whole machine: got {self.mesh}. Leave the failures out.")
-        for name, shape in (("host", self.host), *((level.name, level.shape) for level in self.levels)):
+        for level in self.levels:
+            name, shape = level.name, level.shape
             if len(shape) != self.mesh.n_axes or any(n % s for n, s in zip(self.mesh.shape, shape, strict=False)):
                 raise MeshError(
                     f"A {name} of {name_shape(shape)} chips does not tile a {name_shape(self.mesh.shape)} mesh."
@@ -184,22 +301,16 @@ class Assumptions:
                     f"A host of {name_shape(self.host)} chips is not made of {name}s of {name_shape(shape)}."
                 )
         self._fit_larger_parts()
-        for field in ("checkpoint_min", "compute_s"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ParameterError(f"{field} is {getattr(self, field)}, expected a positive number.")
-        for field in (
-            *("quick_repair_h", "save_s", "detect_s", "restart_s", "swap_s", "replan_s", "spares", "price"),
-            *("crew_price", "payload_bytes", "spare_cubes", "ocs_s", "elastic_s"),
-        ):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ParameterError(f"{field} is {getattr(self, field)}, expected 0 or more.")
+        for field, about in TABLE.items():
+            value = getattr(self, field)
+            if about.unit in ("chips", "rule") or (about.absent and value in (None, math.inf)):
+                continue
+            if field in ("checkpoint_min", "compute_s") and not 0 < value < math.inf:
+                raise ParameterError(f"{field} is {value}, expected a positive number.")
+            if not 0 <= value < math.inf:
+                raise ParameterError(f"{field} is {value}, expected 0 or more.")
         if self.grow not in GROWS:
             raise ParameterError(f"grow is {self.grow!r}, expected one of: {', '.join(GROWS)}.")
-
-        if not self.copies_s >= 0:
-            raise ParameterError(f"copies_s is {self.copies_s}, expected 0 or more.")
-        if self.replace_h is not None and not 0 <= self.replace_h < math.inf:
-            raise ParameterError(f"replace_h is {self.replace_h}, expected 0 or more.")
 
     def _fit_larger_parts(self) -> None:
         """Check cubes and slices, and choose those that are not given."""
@@ -219,6 +330,16 @@ class Assumptions:
                     f"A {name} of {name_shape(given)} chips is not made of hosts of {name_shape(self.host)}."
                 )
 
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The parts that fail as a whole, the largest first."""
+        parts = {"host": self.host, "board": self.board, "chip": (1,) * self.mesh.n_axes}
+        return tuple(
+            Level(name, shape, getattr(self, f"mtbf_{name}_h"), getattr(self, f"repair_{name}_h"))
+            for name, shape in parts.items()
+            if shape is not None
+        )
+
     @property
     def failures_per_h(self) -> float:
         """Failures per hour of the whole machine, with nothing down."""
@@ -231,19 +352,44 @@ class Assumptions:
     def with_rates(self, rates: Sequence[Rates], source: str) -> Assumptions:
         """Return these assumptions with the rates of a log. Parts that it has no rates for never fail by themselves."""
         known = {one.kind: one for one in rates}
-        levels = []
+        changed: dict[str, float] = {}
         for level in self.levels:
-            mtbf_h, repair_h = math.inf, level.repair_h
-            if level.name in known:
-                mtbf_h = known[level.name].failures.mean_h
-                repair_h = known[level.name].repairs.mean_h if known[level.name].repairs.count else repair_h
-            levels.append(dataclasses.replace(level, mtbf_h=mtbf_h, repair_h=repair_h))
-        return dataclasses.replace(self, levels=tuple(levels), rates_from=source)
+            found = known.get(level.name)
+            changed[f"mtbf_{level.name}_h"] = math.inf if found is None else found.failures.mean_h
+            if found is not None and found.repairs.count:
+                changed[f"repair_{level.name}_h"] = found.repairs.mean_h
+        return dataclasses.replace(self, rates_from=source, **changed)  # type: ignore[arg-type]  # they are rates
 
     def scaled(self, factor: float) -> Assumptions:
         """Return these assumptions with every mean time between failures scaled."""
-        levels = tuple(dataclasses.replace(level, mtbf_h=level.mtbf_h * factor) for level in self.levels)
-        return dataclasses.replace(self, levels=levels)
+        longer = {f"mtbf_{level.name}_h": level.mtbf_h * factor for level in self.levels}
+        return dataclasses.replace(self, **longer)  # type: ignore[arg-type]  # they are rates
+
+
+TABLE: dict[str, Assumption] = {
+    field.name: field.metadata["about"] for field in dataclasses.fields(Assumptions) if field.metadata
+}
+"""Every assumption that has a number, a shape or a rule, by its name in Python and in `--assume`."""
+DEFAULTS = {name: getattr(Assumptions, name) for name in TABLE}
+SOURCES: Mapping[str, str] = {name: about.source for name, about in TABLE.items()} | {
+    "hardware": "the machine's, as the engine of a job drives it: a TPU through XLA (the presets with -xla)"
+}
+
+
+def read_assumptions(texts: Iterable[str]) -> dict[str, Any]:
+    """Read assumptions as people write them, each in the unit of its name.
+
+    >>> read_assumptions(["spares=1,host=2x2", "payload_bytes=50MB"])
+    {'spares': 1, 'host': (2, 2), 'payload_bytes': 50000000.0}
+    """
+    found: dict[str, Any] = {}
+    for name, text in parse_settings(",".join(texts)).items():
+        if name not in TABLE:
+            listed = ", ".join(f"{key} ({about.write(DEFAULTS[key])})" for key, about in TABLE.items())
+            near = did_you_mean(name, TABLE)
+            raise ParameterError(f"There is no assumption {name!r}.{near} Assumptions, with their defaults: {listed}.")
+        found[name] = TABLE[name].read(name, text)
+    return found
 
 
 def name_payload(assumptions: Assumptions) -> str:

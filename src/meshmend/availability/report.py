@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from meshmend.availability.assumptions import SOURCES, Assumptions, name_payload
+from meshmend.availability.assumptions import SOURCES, TABLE, Assumptions, name_payload
 from meshmend.availability.simulate import LOSSES, Estimate, Outcome, Study
-from meshmend.cost.units import format_bytes, name_rate, name_seconds
-from meshmend.topology import name_shape
+from meshmend.cost.units import name_rate, name_seconds
 
 HOURS = 8760
 """Of a year."""
@@ -190,66 +189,19 @@ def _sweep(swept: Sequence[tuple[float, Study]]) -> str:
 
 
 def _assumptions(assumptions: Assumptions) -> str:
-    rows: list[tuple[Cell, ...]] = []
-    for level in assumptions.levels:
-        shape = html.escape(name_shape(level.shape))
-        mtbf = f"{level.mtbf_h:,.0f} h" if math.isfinite(level.mtbf_h) else "never fails"
-        rows.append(
-            (f"mean time between failures of a {level.name} ({shape})", (mtbf, "n"), *_source(f"mtbf_{level.name}_h"))
-        )
-        rows.append(
-            (
-                f"mean time to repair a {level.name}",
-                (f"{level.repair_h:g} h", "n"),
-                *_source("repair_h", f"repair-{level.name}"),
-            )
-        )
-    for field, option, what, value in (
-        ("quick_repair_h", "", "quick repair: mean time to repair anything", f"{assumptions.quick_repair_h:g} h"),
-        ("checkpoint_min", "", "training between checkpoints", f"{assumptions.checkpoint_min:g} min"),
-        ("save_s", "", "training pauses for a checkpoint", f"{assumptions.save_s:g} s"),
-        ("copies_s", "", "training that a failure loses at most, with copies in memory", _limit(assumptions.copies_s)),
-        ("detect_s", "", "from a failure to a decision", f"{assumptions.detect_s:g} s"),
-        ("restart_s", "", "from a decision to the first step", f"{assumptions.restart_s:g} s"),
-        ("swap_s", "", "hot spares: to wire a spare in", f"{assumptions.swap_s:g} s"),
-        ("spares", "", "hot spares: hosts kept ready", f"{assumptions.spares}"),
-        (
-            "cube",
-            "",
-            "optical cubes, dynamic slices: chips that are lost together",
-            html.escape(name_shape(assumptions.cube)),
-        ),
-        ("spare_cubes", "", "optical cubes: cubes kept ready", f"{assumptions.spare_cubes}"),
-        ("ocs_s", "", "optical cubes, dynamic slices: to reconfigure the switches", f"{assumptions.ocs_s:g} s"),
-        ("slice_shape", "slice", "elastic slices: chips of a slice", html.escape(name_shape(assumptions.slice_shape))),
-        ("elastic_s", "", "elastic slices: to go on without a slice, or with it", f"{assumptions.elastic_s:g} s"),
-        ("replace_h", "replace-slice", "elastic slices: mean time to replace one", _hours(assumptions.replace_h)),
-        ("replan_s", "", "fault-tolerant: to plan round the hole", f"{assumptions.replan_s:g} s"),
-        ("price", "", "price of a chip-hour", _money(assumptions.price)),
-        ("crew_price", "", "quick repair: price of the crew per hour", _money(assumptions.crew_price)),
-        ("compute_s", "", "a step without its all-reduce", name_seconds(assumptions.compute_s)),
-        ("payload_bytes", "", "gradients per step, as they are summed", format_bytes(assumptions.payload_bytes)),
-        ("hardware", "", "network", html.escape(assumptions.hardware.name)),
-    ):
-        rows.append((what, (value, "n"), *_source(field, option)))
+    values = {name: about.write(getattr(assumptions, name)) for name, about in TABLE.items()}
+    rows: list[tuple[Cell, ...]] = [
+        (about.what, (html.escape(values[name]), "n"), f"<code>--assume {name}</code>", _small(about.source))
+        for name, about in TABLE.items()
+        if assumptions.board is not None or not name.endswith("_board_h")
+    ]
+    network = html.escape(assumptions.hardware.name)
+    rows.append(("network", (network, "n"), "<code>--hardware</code>", _small(SOURCES["hardware"])))
     return _table(("what", ("value", "n"), "option", "source of the default"), rows)
 
 
-def _limit(seconds: float) -> str:
-    return f"{seconds:g} s" if math.isfinite(seconds) else "no copies"
-
-
-def _hours(hours: float | None) -> str:
-    return "as a repair" if hours is None else f"{hours:g} h"
-
-
-def _source(field: str, option: str = "") -> tuple[str, str]:
-    """Return the option of an assumption, and where its default comes from."""
-    units = {"_h": "", "_min": "-minutes", "_s": "-seconds", "_bytes": ""}
-    for ending, said in units.items():
-        if not option and field.endswith(ending):
-            option = field.removesuffix(ending) + said
-    return f"<code>--{(option or field).replace('_', '-')}</code>", f"<small>{html.escape(SOURCES[field])}</small>"
+def _small(text: str) -> str:
+    return f"<small>{html.escape(text)}</small>"
 
 
 def _checks(study: Study) -> str:

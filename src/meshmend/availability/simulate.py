@@ -20,6 +20,9 @@ from meshmend.availability.throughput import Throughput, step_error
 from meshmend.errors import ParameterError
 
 CONFIDENCE = 0.95
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Mean times between failures of a sweep, relative to the study's."""
+SWEEP_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,16 @@ def simulate(
     ]
     whole = known.exact(assumptions.mesh)
     return Study(assumptions, days, runs, seed, whole, outcomes, tuple(checked), known.n_planned)
+
+
+def sweep(study: Study, throughput: Throughput) -> list[tuple[float, Study]]:
+    """Repeat a study for machines that fail more and less often, with fewer runs of the same length."""
+    runs = min(study.runs, SWEEP_RUNS)
+
+    def again(assumptions: Assumptions) -> Study:
+        return simulate(assumptions, days=study.days, runs=runs, seed=study.seed, checks=0, throughput=throughput)
+
+    return [(factor, again(study.assumptions.scaled(factor))) for factor in FACTORS]
 
 
 def _outcome(policy: Policy, played: list[TimeSpent], hours: float, first: list[float]) -> Outcome:

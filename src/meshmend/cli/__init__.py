@@ -21,7 +21,6 @@ from meshmend.cli import (
     plan,
     prepare,
     quarantine,
-    route,
     run,
     store,
     studio,
@@ -44,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
-START, OPERATE, STUDY, MEASURE = PANELS = ("Start here", "Operate", "Study", "Measure")
+START, OPERATE, STUDY = "Start here", "Operate", "Study"
 
 
 def _add(name: str, panel: str, brief: str, command: Callable[..., None], **settings: Any) -> None:
@@ -59,25 +58,24 @@ def _add_group(name: str, panel: str, brief: str, group: typer.Typer) -> None:
 _add("plan", START, "plan, prove, predict", plan.command)
 _add("verify", START, "prove a saved plan", verify.command)
 _add("compare", START, "planners side by side", compare.command)
-_add("draw", START, "a picture, or every step", draw.command)
+_add("draw", START, "plans, steps and routes", draw.command)
 _add(
     "run",
     START,
-    "train through lost hosts",
+    "train through failures",
     run.command,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )
 _add("doctor", START, "what works on this host", doctor.command)
 _add("studio", START, "fail chips on a web page", studio.command)
-_add("prepare", OPERATE, "plan for each lost host", prepare.command)
-_add("store", OPERATE, "where hosts of a job meet", store.command)
+_add("prepare", OPERATE, "plan for failed hosts", prepare.command)
+_add("store", OPERATE, "a job's rendezvous", store.command)
 _add("watch", OPERATE, "a job and its goodput", watch.command)
 _add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
 _add("machine", OPERATE, "read a machine's files", machine.command)
-_add("availability", STUDY, "months with failures", availability.command)
-_add("route", STUDY, "routes round holes", route.command)
-_add("compile", MEASURE, "for a TPU, without one", compile_command.command)
-_add("bench", MEASURE, "all-reduces on your chips", bench.command)
+_add("availability", STUDY, "what policies are worth", availability.command)
+_add("compile", STUDY, "for a TPU, without one", compile_command.command)
+_add("bench", STUDY, "time your own chips", bench.command)
 
 
 def _print_version(wanted: bool) -> None:

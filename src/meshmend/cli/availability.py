@@ -3,42 +3,104 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from meshmend.availability import Estimate, Outcome, Study
-from meshmend.availability.assumptions import SOURCES, name_payload
-from meshmend.availability.log import Duration, FailureLog, Rates
-from meshmend.availability.plot import plot
+from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
+from meshmend.availability.assumptions import DEFAULTS, JOB_HARDWARE, SOURCES, TABLE, name_payload, read_assumptions
+from meshmend.availability.job import require_simpy
+from meshmend.availability.log import Duration, FailureLog, Rates, read_log
 from meshmend.availability.report import write_report
-from meshmend.availability.simulate import LOSSES
+from meshmend.availability.simulate import LOSSES, sweep
+from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import print_json
-from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
-from meshmend.cli.outputs import check_output, check_plot
-from meshmend.cli.studies import StudyOptions
-from meshmend.cli.terminal import plain, print_line, print_rows, terminal
+from meshmend.cli.options import (
+    CableRateOption,
+    HoleOptions,
+    JsonOption,
+    MachineOptions,
+    OptionalShapeArgument,
+    WrapOption,
+    complete_hardware,
+    completing,
+    option,
+)
+from meshmend.cli.outputs import check_output
+from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
+from meshmend.cost import PRESETS
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_seconds
 from meshmend.errors import ParameterError
+from meshmend.machines.machine import through_xla
 from meshmend.topology import Mesh, name_cable, name_shape
 
 PAGES = (".html", ".htm")
+MAX_DAYS = 36_500
+"""A century: longer than any machine runs, and short enough to simulate."""
+Logged = tuple[FailureLog, tuple[Rates, ...]]
+"""A log, and its rates."""
+
+
+def _print_table(wanted: bool) -> None:
+    """Print every assumption, and end the command."""
+    if not wanted:
+        return
+    print_rows(
+        list(TABLE),
+        [
+            ("assumption", str),
+            ("default", lambda name: TABLE[name].write(DEFAULTS[name])),
+            ("what it is", lambda name: TABLE[name].what),
+        ],
+        words=("default",),
+        wrapped="what it is",
+    )
+    print_line(("Their sources are on the page that -o writes, and in --json.", "dim"))
+    raise typer.Exit
 
 
 def command(
-    machine: MachineOptions,
-    options: StudyOptions,
     shape: OptionalShapeArgument = None,
-    plot_to: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
+    *,
+    machine: MachineOptions,
+    wrap: WrapOption = "none",
+    cable_rate: CableRateOption = None,
+    assume: Annotated[
+        list[str] | None,
+        option(
+            "--assume",
+            "NAME=X,…",
+            "Other assumptions than the published ones, as in spares=1,restart_s=60 or payload_bytes=50MB. Repeatable.",
+            autocompletion=completing(*TABLE),
+        ),
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="F", help="One page for the decision-maker: .html.")
+    _: Annotated[
+        bool, option("--assumptions", "", "All assumptions, with their defaults.", callback=_print_table, is_eager=True)
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        option(
+            "--hardware",
+            "NAME[:P=X,…]",
+            f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
+            show_default=f"the machine's, as a job drives it: {JOB_HARDWARE}",
+            autocompletion=complete_hardware,
+        ),
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the machine is called on the page.")] = "",
+    log: Annotated[
+        Path | None, option("--log", "CSV", "Failure and repair rates from your log: time, host (board, chip), event.")
+    ] = None,
+    log_chips: Annotated[
+        int | None, option("--log-chips", "N", "Chips the log is about; default: those of the machine.", min=1)
+    ] = None,
+    days: Annotated[float, option("--days", "DAYS", "Length of a run.", min=0.0)] = 365.0,
+    runs: Annotated[int, option("--runs", "N", "Independent runs; more runs give narrower intervals.", min=1)] = 20,
+    seed: Annotated[int, option("--seed", "N", "Random seed.", min=0)] = 0,
+    checks: Annotated[int, option("--checks", "N", "States to plan in full, to check the estimates.", min=0)] = 2,
+    page: Annotated[Path | None, option("--output", "F", "One page for the decision-maker: .html.", "-o")] = None,
+    name: Annotated[str, option("--name", "NAME", "What the machine is called on the page.")] = "",
     json: JsonOption = False,
 ) -> None:
     """Simulate months of operation under each failure policy, and report what each is worth.
@@ -48,20 +110,38 @@ def command(
     The page has the machine, the policies, the price of a failure, a sweep of failure rates, and every assumption with
     its source. It needs no other file and no network, and prints well.
 
-    Example: meshmend availability 32x32 --plot worth.svg
-    Example: meshmend availability 32x32 --price 3 -o report.html
+    Example: meshmend availability 32x32 --assume price=3,spares=1 -o report.html
     """
-    options.check()
-    check_plot("--plot", plot_to)
+    require_simpy()
+    if not 0 < days <= MAX_DAYS:
+        raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
     check_output("--output", page, PAGES)
     if name and page is None:
         raise ParameterError("--name is for the page: give --output F.html, too.")
-    assumptions, logged = options.assumptions(machine, shape)
-    study, swept = options.simulate(assumptions, swept=plot_to is not None or page is not None, as_json=json)
-    if plot_to is not None:
-        plot(study, swept, plot_to)
-    if page is not None:
-        page.write_text(write_report(study, swept, name=name), encoding="utf-8")
+    described = machine.hardware(None)
+    driven = JOB_HARDWARE if described is None else through_xla(described)
+    given = read_assumptions(assume) if assume else {}
+    # The simulation makes failures of its own; slow cables stay.
+    mesh = machine.mesh(shape, HoleOptions(wrap=wrap, cable_rate=cable_rate)).whole
+    assumptions = Assumptions.of(mesh, hardware=hardware or driven, **given)
+    logged = _read_log(log, log_chips, assumptions, given)
+    if logged is not None:
+        source = f"{logged[0].path.name}: {logged[0].n_failures:,} failures in {logged[0].hours / 24:,.1f} days"
+        assumptions = assumptions.with_rates(logged[1], source)
+    known = Throughput(assumptions)
+    with working("planning, then simulating", json, total=runs) as tell:
+        study = simulate(
+            assumptions,
+            days=days,
+            runs=runs,
+            seed=seed,
+            checks=checks,
+            throughput=known,
+            on_run=lambda _: tell(advance=1),
+        )
+        if page is not None:
+            tell("sweeping failure rates")
+            page.write_text(write_report(study, sweep(study, known), name=name), encoding="utf-8")
     facts = study_facts(study) | ({} if logged is None else {"log": _log_facts(*logged)})
     if json:
         print_json(facts)
@@ -69,21 +149,35 @@ def command(
     if logged is not None:
         _show_log(logged[0], facts["log"]["rates"])
     _show(study, facts["policies"])
-    if plot_to is not None:
-        print_line(f"Drawn to {plain(plot_to)}.")
     if page is not None:
         print_line(f"Written to {plain(page)}.")
+
+
+def _read_log(
+    path: Path | None, log_chips: int | None, assumptions: Assumptions, given: dict[str, Any]
+) -> Logged | None:
+    """Return the log, and the rates of the parts that it has a column for; None without a log."""
+    if path is None:
+        if log_chips is not None:
+            raise ParameterError("--log-chips goes with --log: give the log, or leave it out.")
+        return None
+    rates = [name for name in given if name.startswith(("mtbf_", "repair_"))]
+    if rates:
+        raise ParameterError(f"--assume {rates[0]} and --log both give a rate: leave out one of them.")
+    chips = assumptions.mesh.size if log_chips is None else log_chips
+    log = read_log(path)
+    sizes = {level.name: math.prod(level.shape) for level in assumptions.levels}
+    for kind in log.outages:
+        if kind not in sizes:
+            raise ParameterError(f"{path} has a column {kind!r}, but the machine has no {kind}s: assume {kind}=HxW.")
+        if chips % sizes[kind]:
+            raise ParameterError(f"--log-chips {chips}: {sizes[kind]} chips per {kind} do not divide them.")
+    return log, log.rates({kind: chips // sizes[kind] for kind in log.outages})
 
 
 def study_facts(study: Study) -> dict[str, Any]:
     """Return the JSON description of a study."""
     assumptions = study.assumptions
-    shapes = ("host", "cube", "slice_shape")
-    numbers = {
-        name: _finite(value) if isinstance(value, float) else value
-        for name, value in asdict(assumptions).items()
-        if name not in ("mesh", "levels", "hardware", *shapes)
-    }
     return {
         "mesh": name_shape(assumptions.mesh.shape),
         "wrap": list(assumptions.mesh.wrap),
@@ -93,7 +187,7 @@ def study_facts(study: Study) -> dict[str, Any]:
         "runs": study.runs,
         "seed": study.seed,
         "assumptions": {
-            **{name: name_shape(getattr(assumptions, name)) for name in shapes},
+            **{name: _assumed_fact(getattr(assumptions, name)) for name in TABLE},
             "levels": [
                 {
                     "name": one.name,
@@ -104,7 +198,7 @@ def study_facts(study: Study) -> dict[str, Any]:
                 for one in assumptions.levels
             ],
             "hardware": hardware_facts(assumptions.hardware)["hardware"],
-            **numbers,
+            "rates_from": assumptions.rates_from,
         },
         "sources": dict(SOURCES),
         "hours_between_failures": _finite(1 / assumptions.failures_per_h) if assumptions.failures_per_h else None,
@@ -121,6 +215,12 @@ def study_facts(study: Study) -> dict[str, Any]:
             for check in study.checks
         ],
     }
+
+
+def _assumed_fact(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return name_shape(value)
+    return _finite(value) if isinstance(value, float) else value
 
 
 def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
@@ -182,7 +282,7 @@ def _show(study: Study, policies: list[dict[str, Any]]) -> None:
         f"{name_payload(assumptions)} takes {name_seconds(study.all_reduce_s)} on {assumptions.hardware.name}.",
         f"{assumptions.spares} spare hosts, or {assumptions.spare_cubes} spare cubes of "
         f"{name_shape(assumptions.cube)}, cost ${assumptions.price:g} per chip-hour like all others; slices are "
-        f"{name_shape(assumptions.slice_shape)}. Every assumption is an option (--help), with its source in --json.",
+        f"{name_shape(assumptions.slice_shape)}. --assumptions lists every assumption; --assume changes one.",
     ]
     if study.checks:
         worst = max(abs(check.error) for check in study.checks)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Annotated
 
-import typer
-
 from meshmend.bench.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import FailOption, JsonOption, complete_hardware, complete_planner
+from meshmend.cli.options import FailOption, JsonOption, complete_hardware, complete_planner, option
 from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
 from meshmend.cost.units import format_bytes
@@ -28,35 +26,24 @@ DEFAULT_PAYLOAD = "4MB"
 
 def command(
     shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape", metavar="SHAPE", help="Virtual CPU devices in this mesh.", show_default="the devices of JAX"
-        ),
+        str | None, option("--shape", "SHAPE", "Virtual CPU devices in this mesh.", show_default="the devices of JAX")
     ] = None,
     fail: FailOption = None,
     payload: Annotated[
         list[str] | None,
-        typer.Option(
-            "--payload", metavar="BYTES", help="Bytes per chip, as in 32MB. Repeatable.", show_default=DEFAULT_PAYLOAD
-        ),
+        option("--payload", "BYTES", "Bytes per chip, as in 32MB. Repeatable.", show_default=DEFAULT_PAYLOAD),
     ] = None,
     planner: Annotated[
         list[str] | None,
-        typer.Option(
-            "--planner",
-            metavar="NAME",
-            help="Only these. Repeatable.",
-            show_default="all",
-            autocompletion=complete_planner,
-        ),
+        option("--planner", "NAME", "Only these. Repeatable.", show_default="all", autocompletion=complete_planner),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
+    repeat: Annotated[int, option("--repeat", "N", "Runs per case; the best counts.", min=1)] = 3,
     hardware: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--hardware",
-            metavar="NAME",
-            help="The preset or file that plans and predictions are made for.",
+            "NAME",
+            "The preset or file that plans and predictions are made for.",
             show_default="measured first",
             autocompletion=complete_hardware,
         ),

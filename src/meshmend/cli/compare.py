@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from meshmend.cli.common import forecast_facts, mesh_facts, print_json
 from meshmend.cli.options import (
     CollectiveOption,
@@ -20,6 +18,7 @@ from meshmend.cli.options import (
     given_options,
     is_file,
     load_plan,
+    option,
 )
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
@@ -36,15 +35,15 @@ BOUND = "bound"
 
 
 def command(
-    payload: PayloadOption,
     plan_of: OptionalPlanArgument = None,
     *,
     machine: MachineOptions,
-    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
+    payload: PayloadOption,
     price: PriceOptions,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
+        Path | None, option("--plot", "F", "Plot of time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

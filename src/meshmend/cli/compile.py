@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from meshmend.cli.common import mesh_facts, print_result, without_devices
-from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, read_wrap
+from meshmend.cli.options import FailOption, JsonOption, PlannerOption, option, read_wrap, tuned_planner
 from meshmend.cli.terminal import working
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
@@ -26,31 +24,18 @@ WIRED = "slice"
 
 
 def command(
-    topology: Annotated[
-        str, typer.Option("--topology", metavar="GEN:SHAPE", help="A TPU slice, as in v3:32x32 or v4:4x4x8.")
-    ],
-    tuning: TuningOptions,
-    planner: PlannerOption = Auto.name,
+    topology: Annotated[str, option("--topology", "GEN:SHAPE", "A TPU slice, as in v3:32x32 or v4:4x4x8.")],
     fail: FailOption = None,
     wrap: Annotated[
-        str,
-        typer.Option(
-            "--wrap", metavar="AXES", help="Axes that wrap: slice (as it is wired), none, all, or numbers as in 0,1."
-        ),
+        str, option("--wrap", "AXES", "Axes that wrap: slice (as it is wired), none, all, or numbers as in 0,1.")
     ] = WIRED,
-    payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Payload per device, as in 102.4MB.")
-    ] = "102.4MB",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
-    cores: Annotated[
-        int | None, typer.Option("--cores", metavar="N", min=1, max=2, help="Cores used per chip; default: all.")
-    ] = None,
     tile: Annotated[
-        str | None,
-        typer.Option(
-            "--tile", metavar="SHAPE", help="Cut the slice into tiles, as in 2x2; only tiles exchange gradients."
-        ),
+        str | None, option("--tile", "SHAPE", "Tiles of the slice, as in 2x2; only tiles exchange gradients.")
     ] = None,
+    cores: Annotated[int | None, option("--cores", "N", "Cores used per chip; default: all.", min=1, max=2)] = None,
+    planner: PlannerOption = Auto.name,
+    payload: Annotated[str, option("--payload", "SIZE", "Payload per device, as in 102.4MB.")] = "102.4MB",
+    dtype: Annotated[str, option("--dtype", "NAME", "float32 or bfloat16.")] = "float32",
     json: JsonOption = False,
 ) -> None:
     """Compile the all-reduce for a TPU slice with its real compiler, without a TPU.
@@ -80,7 +65,7 @@ def command(
     cut = None if tile is None else cut_slice(fabric, tile)
     fabric = fabric if cut is None else cut
     with working(f"planning and proving {fabric.mesh}", json):
-        schedule = plan(fabric.mesh, tuning.planner(planner, payload_bytes, fabric.hardware))
+        schedule = plan(fabric.mesh, tuned_planner(planner, payload_bytes, fabric.hardware))
     facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
     if cut is not None:
         facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}

@@ -12,7 +12,7 @@ import typer
 
 from meshmend import __version__
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import JsonOption
+from meshmend.cli.options import JsonOption, option
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, working
 from meshmend.cost.hardware import hardware_facts, read_hardware
@@ -27,19 +27,13 @@ _LOOKS: dict[Status, tuple[str, str]] = {"works": ("✓", "green"), "absent": ("
 
 
 def command(
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, metavar="S", help="Time limit per engine, in seconds.")
-    ] = TIMEOUT_S,
+    timeout: Annotated[float, option("--timeout", "S", "Time limit per engine, in seconds.", min=1.0)] = TIMEOUT_S,
     measure: Annotated[
         Path | None,
-        typer.Option(
-            "--measure",
-            metavar="FILE.json",
-            help="Only measure JAX's devices, and write the file that --hardware takes.",
-        ),
+        option("--measure", "FILE.json", "Only measure JAX's devices, and write the file that --hardware takes."),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option("--shape", metavar="SHAPE", help="With --measure: virtual CPU devices in this mesh.")
+        str | None, option("--shape", "SHAPE", "With --measure: virtual CPU devices in this mesh.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json
-from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
+from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, option, read_wrap
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError, name_chip
@@ -26,8 +26,7 @@ def command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A description of the machine, from its own tools.")],
     intended: IntendedOption = None,
     shape: Annotated[
-        str | None,
-        typer.Option("--shape", metavar="SHAPE", help="What the machine is, if the file leaves it open: 4x8."),
+        str | None, option("--shape", "SHAPE", "What the machine is, if the file leaves it open: 4x8.")
     ] = None,
     wrap: WrapOption = "none",
     json: JsonOption = False,

@@ -18,8 +18,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
-from meshmend.cost.hardware import MODES, Mode, adjusted
-from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
+from meshmend.cost.hardware import MODES, Mode
+from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.machines import Machine, read_machine
 from meshmend.planning import PLANNERS, Planner, make_planner
@@ -28,6 +28,11 @@ from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh, parse_cable_rate, parse_wrap
 from meshmend.topology.text import is_shape
+
+
+def option(name: str, metavar: str, text: str, *short: str, **settings: Any) -> Any:
+    """Return an option: its name, how its value is written ("" for a flag), what the help says, and a shorter name."""
+    return typer.Option(name, *short, metavar=metavar or None, help=text, **settings)
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:
@@ -55,70 +60,58 @@ OptionalShapeArgument = Annotated[
     typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
 ]
 IntendedOption = Annotated[
-    Path | None,
-    typer.Option("--intended", metavar="FILE", help="The machine as it should be: what it lacks has failed."),
+    Path | None, option("--intended", "FILE", "The machine as it should be: what it lacks has failed.")
 ]
 FailOption = Annotated[
-    list[str] | None,
-    typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
+    list[str] | None, option("--fail", "HxW@r,c", "A hole: rows x columns @ row,column; or one chip r,c. Repeatable.")
 ]
-WrapOption = Annotated[
-    str, typer.Option("--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1.")
+WrapOption = Annotated[str, option("--wrap", "AXES", "Axes that wrap (torus): none, all, or numbers as in 0,1.")]
+CableRateOption = Annotated[
+    list[str] | None,
+    option(
+        "--cable-rate",
+        "r,c-r,c=X",
+        "A slow cable and its rate, as in 0,4-0,5=1/2; or the cables of a box: 8x1@0,4=0.75. Repeatable.",
+    ),
 ]
 MetricsOption = Annotated[
     str | None,
-    typer.Option(
-        "--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus, from its shared folder."
-    ),
+    option("--metrics", "ADDR:PORT", "Address of the job's metrics for Prometheus, read from its shared folder."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+JsonOption = Annotated[bool, option("--json", "", "One JSON object instead of a table.")]
 PlannerOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--planner",
-        metavar="NAME",
-        help=f"One of: {', '.join(PLANNERS)} (the fastest of them).",
+        "NAME[:P=X,…]",
+        f"One of: {', '.join(PLANNERS)} (the fastest of them); its parameters after a colon, as in "
+        "row-pairs:segments=2 or auto:budget_s=60.",
         autocompletion=complete_planner,
     ),
 ]
 NeighboursOption = Annotated[
-    bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+    bool, option("--neighbours-only", "", "Hops between neighbours only: for routers that know no hole.")
 ]
 CollectiveOption = Annotated[
     str,
-    typer.Option(
-        "--collective",
-        metavar="NAME",
-        help=f"What to plan: {', '.join(Collective)}.",
-        autocompletion=completing(*Collective),
-    ),
+    option("--collective", "NAME", f"What to plan: {', '.join(Collective)}.", autocompletion=completing(*Collective)),
 ]
-PayloadOption = Annotated[
-    str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
-]
+PayloadOption = Annotated[str, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.")]
 OptionalPayloadOption = Annotated[
-    str | None,
-    typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB"),
+    str | None, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB")
 ]
 HardwareOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--hardware",
-        metavar="NAME",
-        help=f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
+        "NAME[:P=X,…]",
+        f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote. Other numbers after a colon, as "
+        "in tpu-v3:hop_latency_s=2us.",
         show_default=DEFAULT_HARDWARE,
         autocompletion=complete_hardware,
     ),
 ]
 """What is not given is as the machine's description says: see `MachineOptions.hardware`."""
-CableRateOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cable-rate",
-        metavar="r,c-r,c=X",
-        help="A slow cable and its rate, as in 0,4-0,5=1/2; or the cables of a box: 8x1@0,4=0.75. Repeatable.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -127,8 +120,7 @@ class HoleOptions:
 
     fail: FailOption = None
     fail_cable: Annotated[
-        list[str] | None,
-        typer.Option("--fail-cable", metavar="r,c-r,c", help="A failed cable between two neighbours. Repeatable."),
+        list[str] | None, option("--fail-cable", "r,c-r,c", "A failed cable between two neighbours. Repeatable.")
     ] = None
     cable_rate: CableRateOption = None
     wrap: WrapOption = "none"
@@ -150,10 +142,10 @@ class MachineOptions:
 
     machine: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--machine",
-            metavar="FILE",
-            help="In place of SHAPE, a description, which may say the hardware, too: see `meshmend machine`.",
+            "FILE",
+            "In place of SHAPE, a description, which may say the hardware, too: see `meshmend machine`.",
         ),
     ] = None
     intended: IntendedOption = None
@@ -184,57 +176,6 @@ class MachineOptions:
 
 
 @dataclass(frozen=True)
-class TuningOptions:
-    """The parameters of planners."""
-
-    orientation: Annotated[
-        str | None,
-        typer.Option(
-            "--orientation",
-            metavar="NAME",
-            help="row-pairs: pair rows, columns, or auto (fewer yellow chips).",
-            autocompletion=completing("rows", "columns", "auto"),
-        ),
-    ] = None
-    segments: Annotated[
-        int | None,
-        typer.Option(
-            "--segments", metavar="N", min=1, help="row-pairs: number of pieces that the payload is pipelined in."
-        ),
-    ] = None
-    chunks: Annotated[
-        int | None,
-        typer.Option("--chunks", metavar="N", min=1, help="weave, gather: number of chunks; more for long payloads."),
-    ] = None
-    budget: Annotated[
-        float | None,
-        typer.Option("--budget", metavar="SECONDS", help="auto, weave: CPU seconds that planning may take, about."),
-    ] = None
-
-    def planner(
-        self,
-        name: str,
-        payload: str | float | None = None,
-        hardware: str | Hardware | None = None,
-        mode: Mode | None = None,
-        *,
-        collective: str = Collective.ALL_REDUCE,
-    ) -> Planner:
-        """Return the planner with the given parameters; it chooses the others for the payload, if that is known."""
-        given: dict[str, Any] = {
-            "orientation": self.orientation,
-            "segments": self.segments,
-            "chunks": self.chunks,
-            "budget_s": self.budget,
-            "payload_bytes": parse_bytes(payload) if isinstance(payload, str) else payload,
-            "hardware": hardware,
-            "mode": mode,
-        }
-        stated = {key: value for key, value in given.items() if value is not None}
-        return make_planner(name, collective=collective, **stated)
-
-
-@dataclass(frozen=True)
 class AutoOptions:
     """The payload and hardware to plan for, in commands that use them for nothing else."""
 
@@ -247,39 +188,19 @@ class PriceOptions:
     """The hardware that time is predicted for, and how the engine synchronizes."""
 
     hardware: HardwareOption = None
-    link_rate: Annotated[
-        str | None,
-        typer.Option("--link-rate", metavar="RATE", help="Rate of one link in one direction: 40mbit, 656Gb/s, 82GB/s."),
-    ] = None
-    step_latency: Annotated[
-        str | None, typer.Option("--step-latency", metavar="TIME", help="Latency per step: 5us, 1ms.")
-    ] = None
-    hop_latency: Annotated[
-        str | None, typer.Option("--hop-latency", metavar="TIME", help="Latency per link of a route: 1us.")
-    ] = None
-    links_at_once: Annotated[
-        int | None,
-        typer.Option("--links-at-once", metavar="N", min=1, help="Links that a chip can drive at once, if not all."),
-    ] = None
     mode: Annotated[
         str,
-        typer.Option(
+        option(
             "--mode",
-            metavar="NAME",
-            help="How the engine synchronizes: lock-step (a barrier per step), or asynchronous.",
+            "NAME",
+            "How the engine synchronizes: lock-step (a barrier per step), or asynchronous.",
             autocompletion=completing(*MODES),
         ),
     ] = "lock-step"
 
-    def read_hardware(self, machine: MachineOptions | None = None) -> Hardware:
-        """Return the preset, or else that of the machine's description, with its values replaced by those given."""
-        return adjusted(
-            find_hardware((machine or MachineOptions()).hardware(self.hardware) or DEFAULT_HARDWARE),
-            link_bytes_per_s=None if self.link_rate is None else parse_rate(self.link_rate),
-            step_latency_s=None if self.step_latency is None else parse_seconds(self.step_latency),
-            hop_latency_s=None if self.hop_latency is None else parse_seconds(self.hop_latency),
-            links_at_once=self.links_at_once,
-        )
+    def read_hardware(self, machine: MachineOptions) -> Hardware:
+        """Return the hardware that was given, or else that of the machine's description."""
+        return find_hardware(machine.hardware(self.hardware) or DEFAULT_HARDWARE)
 
     def read_mode(self) -> Mode:
         """Return the mode of that name."""
@@ -289,15 +210,32 @@ class PriceOptions:
         raise ParameterError(f"--mode {self.mode}: expected one of: {', '.join(MODES)}.")
 
 
+def tuned_planner(
+    name: str,
+    payload: str | float | None = None,
+    hardware: str | Hardware | None = None,
+    mode: Mode | None = None,
+    *,
+    collective: str = Collective.ALL_REDUCE,
+) -> Planner:
+    """Return the planner of that name; it chooses parameters that the name lacks for the payload, if that is known."""
+    given: dict[str, Any] = {
+        "payload_bytes": parse_bytes(payload) if isinstance(payload, str) else payload,
+        "hardware": hardware,
+        "mode": mode,
+    }
+    return make_planner(name, collective=collective, **{key: one for key, one in given.items() if one is not None})
+
+
 def read_wrap(text: str, n_axes: int) -> list[bool]:
     """Return for each axis whether it wraps."""
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions | PriceOptions) -> list[str]:
+def given_options(*bundles: HoleOptions | MachineOptions | AutoOptions) -> list[str]:
     """Return the options of these bundles that were given.
 
-    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())
+    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), MachineOptions())
     ['--fail-cable']
     """
     return [

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.text import Text
 
 from meshmend.cli.common import forecast_facts, mesh_facts, print_facts, print_json
@@ -22,10 +21,11 @@ from meshmend.cli.options import (
     OptionalPlanArgument,
     PlannerOption,
     PriceOptions,
-    TuningOptions,
     given_options,
     is_file,
     load_plan,
+    option,
+    tuned_planner,
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, print_rows, working
@@ -33,7 +33,7 @@ from meshmend.cost import Forecast, busiest_link_load, predict
 from meshmend.cost.hardware import MODES, hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
-from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
+from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES, split_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
@@ -46,16 +46,13 @@ def command(
     plan_of: OptionalPlanArgument = None,
     *,
     machine: MachineOptions,
+    holes: HoleOptions,
     planner: PlannerOption = Auto.name,
     collective: CollectiveOption = Collective.ALL_REDUCE,
-    holes: HoleOptions,
-    tuning: TuningOptions,
+    neighbours_only: NeighboursOption = False,
     payload: OptionalPayloadOption = None,
     price: PriceOptions,
-    neighbours_only: NeighboursOption = False,
-    save_to: Annotated[
-        Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
-    ] = None,
+    save_to: Annotated[Path | None, option("--save", "F", "File for the schedule: .npz, or .txt to read it.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Plan an all-reduce, or another collective, for the chips that survive; prove it, and predict how long it takes.
@@ -74,14 +71,14 @@ def command(
         named = [] if planner == Auto.name else ["--planner"]
         named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
         named += ["--neighbours-only"] if neighbours_only else []
-        schedule = load_plan(plan_of, *given_options(holes, machine, tuning), *named, proven=False)
+        schedule = load_plan(plan_of, *given_options(holes, machine), *named, proven=False)
     else:
         mesh = machine.mesh(plan_of, holes)
         # Told what to plan for, a planner tunes the parameters that are not given.
-        told = [machine.hardware(None), payload, *(one for one in given_options(price) if one != "--mode")]
-        tunes = any(told) or planner == Auto.name
-        chosen = tuning.planner(
-            planner, payload, hardware if any(told) else None, mode if tunes else None, collective=collective
+        is_told = payload is not None or machine.hardware(price.hardware) is not None
+        tunes = is_told or split_planner(planner)[0] == Auto.name
+        chosen = tuned_planner(
+            planner, payload, hardware if is_told else None, mode if tunes else None, collective=collective
         )
         with working(f"planning {mesh}", json):
             if isinstance(chosen, Auto | Tuned) and not neighbours_only:

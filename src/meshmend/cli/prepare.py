@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_result
@@ -18,7 +17,7 @@ from meshmend.cli.options import (
     NeighboursOption,
     PlannerOption,
     ShapeArgument,
-    TuningOptions,
+    option,
 )
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, working
@@ -38,28 +37,21 @@ WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_UPDATE.value, Co
 
 def command(
     shape: ShapeArgument,
-    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host, as in 4x2; hosts tile the mesh.")],
+    host: Annotated[str, option("--host", "HxW", "Chips per host, as in 4x2; hosts tile the mesh.")],
     *,
-    planner: PlannerOption = Auto.name,
     holes: HoleOptions,
-    tuning: TuningOptions,
-    auto: AutoOptions,
+    planner: PlannerOption = Auto.name,
     neighbours_only: NeighboursOption = False,
-    cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Folder for plans; default: ~/.cache/meshmend.")
-    ] = None,
+    collective: Annotated[
+        str, option("--collective", "NAME", f"What a step runs: {', '.join(WAYS)}.")
+    ] = Collective.ALL_REDUCE.value,
+    auto: AutoOptions,
+    tile: Annotated[str | None, option("--tile", "HxW", "Chips per tile; the payload is one chip's shard.")] = None,
     shared: Annotated[
         Path | None,
-        typer.Option(
-            "--shared", metavar="DIR", help="A job's shared folder: plan what that job plans for, and keep it there."
-        ),
+        option("--shared", "DIR", "A job's shared folder: what that job plans for is planned and kept there."),
     ] = None,
-    collective: Annotated[
-        str, typer.Option("--collective", metavar="NAME", help=f"What a step runs: {', '.join(WAYS)}.")
-    ] = Collective.ALL_REDUCE.value,
-    tile: Annotated[
-        str | None, typer.Option("--tile", metavar="HxW", help="Chips per tile; the payload is one chip's shard.")
-    ] = None,
+    cache: Annotated[Path | None, option("--cache", "DIR", "Folder for plans; default: ~/.cache/meshmend.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Plan ahead for the loss of every single host, in addition to what has already failed.
@@ -74,10 +66,7 @@ def command(
     hosts = _hosts(mesh, host)
     store = PlanCache(shared / "plans" if cache is None and shared is not None else cache)
     check_folder("--cache", store.folder, make=True)
-    budget_s = PREPARED_BUDGET_S if tuning.budget is None else tuning.budget
     demands = _demands(shared, planner, auto, collective, tile)
-    given = {"orientation": tuning.orientation, "segments": tuning.segments, "chunks": tuning.chunks}
-    parameters = {key: value for key, value in given.items() if value is not None}
     ready, refused = 0, {}
     started = time.perf_counter()
     with working("planning", json, total=len(hosts) + 1) as tell:
@@ -88,9 +77,7 @@ def command(
                 # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
                 with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always", CacheWarning)
-                    demands.plan(
-                        survivors, cache=store, budget_s=budget_s, neighbours_only=neighbours_only, **parameters
-                    )
+                    demands.plan(survivors, cache=store, budget_s=PREPARED_BUDGET_S, neighbours_only=neighbours_only)
                 unkept = [str(word.message) for word in warned if "not kept" in str(word.message)]
                 if unkept:
                     refused[str(lost or "nothing")] = " ".join(unkept)
@@ -131,6 +118,7 @@ def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: s
     """Return what a job plans for: what it wrote down itself, or what the options say."""
     if shared is not None:
         said = {
+            "--planner": None if planner == Auto.name else planner,
             "--payload": auto.payload,
             "--hardware": auto.hardware,
             "--tile": tile,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from meshmend.cli.common import print_json
-from meshmend.cli.options import JsonOption
+from meshmend.cli.options import JsonOption, option
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import plain, print_line, print_rows
 from meshmend.cli.watch import duration
@@ -34,7 +34,7 @@ CHANGES = "It counts from the next start of the job's processes on."
 @app.command("list", cls=Command)
 def list_entries(
     folder: FolderArgument,
-    every: Annotated[bool, typer.Option("--all", help="Also what has expired.")] = False,
+    every: Annotated[bool, option("--all", "", "Also what has expired.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List what a job leaves out, who said so, why, and until when.
@@ -55,8 +55,8 @@ def list_entries(
 def add(
     folder: FolderArgument,
     suspects: SuspectsArgument,
-    why: Annotated[str, typer.Option("--why", metavar="REASON", help="The reason, for those who read the list.")] = "",
-    length: Annotated[str, typer.Option("--for", metavar="TIME", help="How long, as in 7d, 12h, 30min or 90s.")] = "7d",
+    why: Annotated[str, option("--why", "REASON", "The reason, for those who read the list.")] = "",
+    length: Annotated[str, option("--for", "TIME", "How long, as in 7d, 12h, 30min or 90s.")] = "7d",
     json: JsonOption = False,
 ) -> None:
     """Leave out chips, cables or hosts. What is added by hand does not count for the limit of what the job may add.
@@ -81,7 +81,7 @@ def add(
 def clear(
     folder: FolderArgument,
     suspects: Annotated[list[str] | None, typer.Argument(metavar="SUSPECT...", help="As in `add`.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Everything that is listed.")] = False,
+    every: Annotated[bool, option("--all", "", "Everything that is listed.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Take suspects off the list: they were tested or replaced. Observations against them count no longer.

@@ -25,6 +25,22 @@ WIDE = 76
 ADDED = "meshmend.commands"
 """The entry point group of commands that other distributions add: each names a `typer.Typer`."""
 
+PANELS = {
+    "Mesh": "--machine --intended --fail --fail-cable --cable-rate --wrap --shape --local --host --topology --tile "
+    "--cores",
+    "Planner": "--planner --collective --neighbours-only",
+    "Payload and hardware": "--payload --hardware --mode --dtype",
+    "Picture": "--what --chunk --steps",
+    "Routes, in place of a plan": "--route --scheme --channels",
+    "Assumptions": "--assume --assumptions --log --log-chips",
+    "Simulation": "--days --runs --seed --checks",
+    "Job": "--hosts --store --shared --cache --job --secret-file",
+    "This host": "--host-index --address --domain",
+    "Restarts": "--kill --restarts --start-over --state-wait --cold",
+    "Output": "--output --save --plot --name --metrics --json --help",
+}
+"""Options by what they are about, which is the same in every command. All others are in the panel that typer has."""
+
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
 
@@ -40,11 +56,13 @@ def reflowed(text: str | None) -> str | None:
     return re.sub(r"(?<!\n)\n(?!\n|Example:)", " ", inspect.cleandoc(text))
 
 
-def _without_types(params: list[Any]) -> list[Any]:
-    """Let the help show flags as flags: typer would write <bool> beside them, as if they took a value."""
+def _shown(params: list[Any]) -> list[Any]:
+    """Put options into the panels of the help, and let flags be flags, where typer would write <bool>."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
+        panels = [panel for panel, names in PANELS.items() if {*names.split()} & {*param.opts}]
+        param.rich_help_panel = next(iter(panels), None)
     return params
 
 
@@ -61,7 +79,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return what it takes, with `--help`."""
-        return _without_types(super().get_params(ctx))
+        return _shown(super().get_params(ctx))
 
 
 class CommandGroup(TyperGroup):
@@ -69,7 +87,7 @@ class CommandGroup(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return what it takes, with `--help`."""
-        return _without_types(super().get_params(ctx))
+        return _shown(super().get_params(ctx))
 
 
 class Root(CommandGroup):

@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import TERMINATED, exit_on_error
+from meshmend.cli.common import TERMINATED
 from meshmend.cli.metrics import check_metrics, serving
-from meshmend.cli.options import MetricsOption
+from meshmend.cli.options import MetricsOption, option
 from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cost.units import parse_seconds
@@ -51,30 +51,32 @@ STATE_WAIT = "30min"
 
 DomainOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--domain",
-        metavar="NAME",
-        help="What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
-        "host, as in a,a,b,b. [or MESHMEND_DOMAIN, Slurm's topology]",
+        "NAME",
+        "What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
+        "host, as in a,a,b,b.",
+        show_default="MESHMEND_DOMAIN, or Slurm's topology",
     ),
 ]
 StartOverOption = Annotated[
-    bool, typer.Option("--start-over", help="Begin at step 0, whatever the job has kept before this run.")
+    bool, option("--start-over", "", "Begin at step 0, whatever the job has kept before this run.")
 ]
 StateWaitOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--state-wait",
-        metavar="TIME",
-        help="Wait for absent hosts that have missing parts of the state. [default: 30min; with --local: 0s]",
+        "TIME",
+        "How long to wait for absent hosts that have missing parts of the state.",
+        show_default="30min; with --local: 0s",
     ),
 ]
 MachineFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--machine",
-        metavar="FILE",
-        help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
+        "FILE",
+        "In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
     ),
 ]
 
@@ -84,54 +86,45 @@ def command(
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments; or -m MODULE.")
     ],
-    local: Annotated[
-        str | None, typer.Option("--local", metavar="SHAPE", help="A whole job here: a mesh of virtual chips.")
-    ] = None,
-    shape: Annotated[str | None, typer.Option("--shape", metavar="SHAPE", help="The whole machine's mesh.")] = None,
-    host: Annotated[str | None, typer.Option("--host", metavar="HxW", help="Chips that one host drives.")] = None,
+    local: Annotated[str | None, option("--local", "SHAPE", "A whole job here: a mesh of virtual chips.")] = None,
+    shape: Annotated[str | None, option("--shape", "SHAPE", "The whole machine's mesh.")] = None,
+    host: Annotated[str | None, option("--host", "HxW", "Chips that one host drives.")] = None,
     wrap: Annotated[
         str | None,
-        typer.Option(
-            "--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1. [or MESHMEND_WRAP]"
+        option(
+            "--wrap",
+            "AXES",
+            "Axes that wrap (torus): none, all, or numbers as in 0,1.",
+            show_default="MESHMEND_WRAP, or none",
         ),
     ] = None,
     described: MachineFileOption = None,
     hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", metavar="MIN:MAX", help="How many hosts to start with, and how many there are."),
+        str | None, option("--hosts", "MIN:MAX", "How many hosts to start with, and how many there are.")
     ] = None,
-    store: Annotated[
-        str | None, typer.Option("--store", metavar="ADDR:PORT", help="Where `meshmend store` listens.")
-    ] = None,
+    store: Annotated[str | None, option("--store", "ADDR:PORT", "Where `meshmend store` listens.")] = None,
     shared: Annotated[
-        Path | None, typer.Option("--shared", metavar="DIR", help="A folder that all hosts see. [with --local: shared]")
+        Path | None, option("--shared", "DIR", "A folder that all hosts see.", show_default="with --local: shared")
     ] = None,
-    host_index: Annotated[
-        str | None,
-        typer.Option("--host-index", metavar="N|r,c", help="Which host this is. [default: Slurm's, JobSet's]"),
-    ] = None,
-    kill: Annotated[
-        list[str] | None,
-        typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
-    ] = None,
-    domain: DomainOption = None,
-    metrics: MetricsOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
-    address: Annotated[
-        str | None, typer.Option("--address", metavar="ADDR", help="Under which other hosts reach this one.")
+    host_index: Annotated[
+        str | None, option("--host-index", "N|r,c", "Which host this is.", show_default="Slurm's, JobSet's")
+    ] = None,
+    address: Annotated[str | None, option("--address", "ADDR", "Under which other hosts reach this one.")] = None,
+    domain: DomainOption = None,
+    kill: Annotated[
+        list[str] | None, option("--kill", "HOST@STEP", "With --local: kill a host after a step. Repeatable.")
     ] = None,
     restarts: Annotated[
-        int,
-        typer.Option(
-            "--restarts", metavar="N", min=0, help="Failures of the script itself, without a new step between them."
-        ),
+        int, option("--restarts", "N", "Failures of the script itself, without a new step between them.", min=0)
     ] = 3,
     start_over: StartOverOption = False,
     state_wait: StateWaitOption = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
+        bool, option("--cold", "", "Start each worker as a new Python, without JAX imported beforehand.")
     ] = False,
+    metrics: MetricsOption = None,
 ) -> None:
     """Run a training script that survives the loss of hosts.
 
@@ -145,39 +138,38 @@ def command(
         # Options of the script are not known here, so the parser lets all pass; before the script it must not.
         ctx.ignore_unknown_options = False
         ctx.command.make_parser(ctx).parse_args(list(script))
-    with exit_on_error(as_json=False):
-        if described is not None and wrap is not None:
-            raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
-        asked = _Asked(
-            argv=check_script(script),
-            shared=shared,
-            shape=local or shape,
-            host=host,
-            machine=None if described is None else described.absolute(),
-            wrap=wrap or os.environ.get("MESHMEND_WRAP"),
-            hosts=hosts,
-            max_restarts=restarts,
-            warm=not cold,
-            domain=domain,
-            start_over=start_over,
-            state_wait_s=parse_seconds(state_wait or (STATE_WAIT if local is None else "0s")),
-        )
-        metrics = check_metrics(metrics, shared)
-        if local is not None:
-            if store or host_index or shape:
-                raise LaunchError(
-                    "--local brings its own store, hosts and shape: leave out --store, --host-index, --shape."
-                )
-            run = _local_job(asked, kill or (), find_secret(secret_file))
-        else:
-            if kill:
-                raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
-            run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
-        require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
-        # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
-        signal.signal(signal.SIGTERM, _on_sigterm)
-        with serving(metrics, shared):
-            run()
+    if described is not None and wrap is not None:
+        raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
+    asked = _Asked(
+        argv=check_script(script),
+        shared=shared,
+        shape=local or shape,
+        host=host,
+        machine=None if described is None else described.absolute(),
+        wrap=wrap or os.environ.get("MESHMEND_WRAP"),
+        hosts=hosts,
+        max_restarts=restarts,
+        warm=not cold,
+        domain=domain,
+        start_over=start_over,
+        state_wait_s=parse_seconds(state_wait or (STATE_WAIT if local is None else "0s")),
+    )
+    metrics = check_metrics(metrics, shared)
+    if local is not None:
+        if store or host_index or shape:
+            raise LaunchError(
+                "--local brings its own store, hosts and shape: leave out --store, --host-index, --shape."
+            )
+        run = _local_job(asked, kill or (), find_secret(secret_file))
+    else:
+        if kill:
+            raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
+        run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
+    require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+    # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    with serving(metrics, shared):
+        run()
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from meshmend.cli.options import option
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
 from meshmend.launch.addresses import split_address
@@ -20,19 +19,17 @@ from meshmend.launch.processes import raise_file_limit
 from meshmend.launch.store import Store
 
 JobOption = Annotated[
-    str | None,
-    typer.Option("--job", metavar="NAME", help="The job's name. [default: MESHMEND_JOB, Slurm's number, or job]"),
+    str | None, option("--job", "NAME", "The job's name.", show_default="MESHMEND_JOB, Slurm's number, or job")
 ]
 SecretOption = Annotated[
     Path | None,
-    typer.Option("--secret-file", metavar="FILE", help="The job's secret, the same everywhere. [or MESHMEND_SECRET]"),
+    option("--secret-file", "FILE", "The job's secret, the same everywhere.", show_default="MESHMEND_SECRET"),
 ]
 
 
 def command(
     listen: Annotated[
-        str,
-        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 or [::] for the whole network."),
+        str, option("--listen", "ADDR:PORT", "Where to listen; 0.0.0.0 or [::] for the whole network.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
     job: JobOption = None,
     secret_file: SecretOption = None,

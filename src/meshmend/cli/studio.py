@@ -16,6 +16,7 @@ from meshmend.cli.options import (
     MachineOptions,
     PayloadOption,
     PlannerOption,
+    option,
 )
 from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import DEFAULT_HARDWARE
@@ -42,9 +43,9 @@ def command(
     hardware: HardwareOption = None,
     planner: PlannerOption = Auto.name,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 for the whole network.")
+        str, option("--listen", "ADDR:PORT", "Where to listen; 0.0.0.0 for the whole network.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    open_browser: Annotated[bool, option("--open", "", "Open the page in the browser.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Serve a page to play with a machine: fail chips and cables, and see plan, proof and predicted time at once.

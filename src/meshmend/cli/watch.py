@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.common import print_json
 from meshmend.cli.metrics import check_metrics, serving
-from meshmend.cli.options import MetricsOption
+from meshmend.cli.options import JsonOption, MetricsOption, option
 from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate, LaunchError
 from meshmend.launch.goodput import Recovery, TimeAccount
@@ -38,9 +38,9 @@ MOST_QUARANTINED = 6
 
 def command(
     where: Annotated[str, typer.Argument(metavar="DIR", help="The job's shared folder.")],
-    every: Annotated[float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
+    every: Annotated[float, option("--every", "S", "Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, option("--once", "", "Show it once, and end.")] = False,
+    json: JsonOption = False,
     metrics: MetricsOption = None,
 ) -> None:
     """Watch a job: its mesh and the hole in it, step, loss, goodput, what is in quarantine, and each recovery.
@@ -50,17 +50,16 @@ def command(
 
     Example: meshmend watch shared
     """
-    with exit_on_error(as_json):
-        watch = Watch(where)
-        if metrics is not None and (once or as_json):
-            raise LaunchError("--metrics serves as long as the job is watched: leave out --once and --json.")
-        if as_json:
-            print_json(watch.snapshot().facts())
-        elif once:
-            terminal().print(view(watch.snapshot(), where))
-        else:
-            with serving(check_metrics(metrics, Path(where)), Path(where)):
-                _follow(watch, where, every)
+    watch = Watch(where)
+    if metrics is not None and (once or json):
+        raise LaunchError("--metrics serves as long as the job is watched: leave out --once and --json.")
+    if json:
+        print_json(watch.snapshot().facts())
+    elif once:
+        terminal().print(view(watch.snapshot(), where))
+    else:
+        with serving(check_metrics(metrics, Path(where)), Path(where)):
+            _follow(watch, where, every)
 
 
 def _follow(watch: Watch, where: str, every: float) -> None:

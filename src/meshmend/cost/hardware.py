@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from meshmend.cost.units import name_rate, name_seconds
+from meshmend.cost.units import did_you_mean, name_rate, name_seconds, parse_rate, parse_seconds, split_settings
 from meshmend.errors import ParameterError
 from meshmend.files import write_whole
 
@@ -324,41 +324,49 @@ DEFAULT_HARDWARE = "tpu-v3"
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return the preset of that name, the hardware in that file (….json), or the hardware itself.
 
+    After a colon, numbers replace those that it has.
+
     >>> print(find_hardware("tpu-v3"))
     tpu-v3: 82 GB/s per link, 0 s per step, 1 µs per hop, all links at once
+    >>> print(find_hardware("tpu-v3:link_bytes_per_s=40mbit,links_at_once=1"))
+    tpu-v3, adjusted: 5 MB/s per link, 0 s per step, 1 µs per hop, 1 link at once
     """
     if isinstance(hardware, Hardware):
         return hardware
+    name, settings = split_settings(hardware)
+    if settings:
+        numbers = {key: _read_number(key, text) for key, text in settings.items()}
+        return adjusted(find_hardware(name), **numbers)
     if hardware in PRESETS:
         return PRESETS[hardware]
     if hardware.endswith(".json"):
         return read_hardware(hardware)
     raise ParameterError(
-        f"There is no hardware {hardware!r}. Presets: {', '.join(PRESETS)}; a file that `meshmend doctor --measure "
-        f"FILE.json` has written; or describe your own with Hardware(…)."
+        f"There is no hardware {hardware!r}.{did_you_mean(hardware, PRESETS)} Presets: {', '.join(PRESETS)}; a file "
+        f"that `meshmend doctor --measure FILE.json` has written; or describe your own with Hardware(…)."
     )
 
 
-def adjusted(
-    hardware: Hardware,
-    *,
-    link_bytes_per_s: float | None = None,
-    step_latency_s: float | None = None,
-    hop_latency_s: float | None = None,
-    links_at_once: int | None = None,
-) -> Hardware:
-    """Return the hardware with some of its numbers replaced; those that are None stay.
+def _read_number(key: str, text: str) -> float:
+    """Return a number of hardware as people write it: with its unit, or a count."""
+    if key == "link_bytes_per_s":
+        return parse_rate(text)
+    if key in _SECONDS:
+        return parse_seconds(text)
+    if key not in _COUNTS:
+        known = ("link_bytes_per_s", *_SECONDS, *_COUNTS)
+        raise ParameterError(f"Hardware has no number {key!r}: it has {', '.join(known)}.{did_you_mean(key, known)}")
+    if not text.isdecimal():
+        raise ParameterError(f"{key} is {text!r}, expected a whole number.")
+    return int(text)
+
+
+def adjusted(hardware: Hardware, **changes: float) -> Hardware:
+    """Return the hardware with some of its numbers replaced.
 
     >>> print(adjusted(PRESETS["ideal"], link_bytes_per_s=5e6))
     ideal, adjusted: 5 MB/s per link, 0 s per step, 0 s per hop, all links at once
     """
-    given = {
-        "link_bytes_per_s": link_bytes_per_s,
-        "step_latency_s": step_latency_s,
-        "hop_latency_s": hop_latency_s,
-        "links_at_once": links_at_once,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         return hardware
     kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
@@ -373,7 +381,8 @@ MAX_BYTES = 2**20
 """Files that are longer are not read: a measurement takes a few kilobytes."""
 MAX_TEXT = 2000
 _SECONDS = ("step_latency_s", "hop_latency_s", "start_s", "message_s")
-_KNOWN = {field.name for field in dataclasses.fields(Hardware)}
+_COUNTS = ("links_at_once", "shared_cores")
+_KNOWN = [field.name for field in dataclasses.fields(Hardware)]
 
 
 def hardware_facts(hardware: Hardware) -> dict[str, Any]:
@@ -411,9 +420,13 @@ def parse_hardware(facts: Any, where: str) -> Hardware:
             "writes them."
         )
     found: dict[str, Any] = facts["hardware"]
-    unknown = sorted(set(found) - _KNOWN)
+    unknown = sorted(set(found) - {*_KNOWN})
     if unknown:
-        raise ParameterError(f"{where} has {unknown[0]!r}, which is not known: a later version may have written it.")
+        near = did_you_mean(unknown[0], _KNOWN)
+        raise ParameterError(
+            f"{where} has {unknown[0]!r}, which is not known: a later version may have written it. Hardware has "
+            f"{', '.join(_KNOWN)}.{near}"
+        )
     name = found.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TEXT:
         raise ParameterError(f"{where} has the name {str(name)[:80]!r}, expected a short text.")

@@ -1,13 +1,25 @@
-"""Units: payloads, rates and times as people write them."""
+"""Units: payloads, rates and times as people write them, and settings, as in `row-pairs:segments=2`."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from meshmend.errors import ParameterError
 
-__all__ = ["format_bytes", "name_rate", "name_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
+__all__ = [
+    "did_you_mean",
+    "format_bytes",
+    "name_rate",
+    "name_seconds",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+    "parse_settings",
+    "split_settings",
+]
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -65,6 +77,46 @@ def parse_seconds(text: str) -> float:
     if unit not in _PER_SECOND | _SECONDS and (unit or number):
         raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in {_TIMES}.")
     return _finite(number * _SECONDS.get(unit, 1) / _PER_SECOND.get(unit, 1), text, "a time")
+
+
+def split_settings(text: str) -> tuple[str, dict[str, str]]:
+    """Read a name and its settings; the name may have colons, as a file's may.
+
+    >>> split_settings("row-pairs:segments=2,orientation=columns")
+    ('row-pairs', {'segments': '2', 'orientation': 'columns'})
+    >>> split_settings("C:/mine.json")
+    ('C:/mine.json', {})
+    """
+    name, *settings = re.split(r":(?=\w+=)", text, maxsplit=1)
+    return name, parse_settings(settings[0]) if settings else {}
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Read settings: `name=value`, more of them after commas.
+
+    >>> parse_settings("spares=1,host=2x2")
+    {'spares': '1', 'host': '2x2'}
+    """
+    found: dict[str, str] = {}
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not (name and equals and value):
+            raise ParameterError(f"{word!r} is not a setting. Write its name and its value, as in name=value.")
+        if name in found:
+            raise ParameterError(f"{text!r} sets {name} twice. Leave one of them out.")
+        found[name] = value
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest of what is known, after a space; nothing if none is near.
+
+    >>> did_you_mean("chunk", ["chunks", "trees"]), did_you_mean("hop", ["start_s", "hop_latency_s"])
+    (' Did you mean chunks?', ' Did you mean hop_latency_s?')
+    """
+    names = list(known)
+    near = get_close_matches(name, names, n=1) or [one for one in names if name in one]
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def format_bytes(n: float) -> str:

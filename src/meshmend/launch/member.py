@@ -20,7 +20,7 @@ from typing import Any
 
 from meshmend.errors import LaunchError
 from meshmend.launch.addresses import split_address
-from meshmend.launch.membership import BEAT_S, SILENT_S, Message, address_elsewhere
+from meshmend.launch.membership import BEAT_S, SILENT_S, Message, RefusedError, address_elsewhere
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     HELLO,
@@ -230,7 +230,7 @@ class Member:
             try:
                 with socket.create_connection(self._store, timeout=self._silent_s) as connection:
                     self._converse(connection)
-            except _RefusedError as error:
+            except RefusedError as error:
                 why = str(error)
                 refused_at = refused_at or time.monotonic()
                 if not error.retryable or time.monotonic() > refused_at + REFUSED_FOR_S:
@@ -305,7 +305,7 @@ class Member:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "refused":
-            raise _RefusedError(str(message["why"]), retryable=bool(message["retryable"]))
+            raise RefusedError(str(message["why"]), retryable=bool(message["retryable"]))
         with self._changed:
             if kind == "round":
                 hosts, cut_off = message["hosts"], message["cut_off"]
@@ -323,9 +323,3 @@ class Member:
                 self._changed.notify_all()
         if kind != "beat":
             self._on_message(message)
-
-
-class _RefusedError(Exception):
-    def __init__(self, why: str, *, retryable: bool) -> None:
-        self.retryable = retryable
-        super().__init__(why)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from meshmend.cost import DEFAULT_HARDWARE
+from meshmend.cost.units import did_you_mean, split_settings
 from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, AutoPlanner, Choice, Tuned, candidates
 from meshmend.planning.base import Planner, Unsupported
@@ -43,11 +45,12 @@ def plan(
 ) -> Schedule:
     """Plan a collective over the live chips of `mesh`, proven before it is returned: by default an all-reduce.
 
-    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
-    it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
-    and then chooses those of its parameters that are not given. With `overlap_s`, the seconds of computing that it
-    runs beside in a loop body, it is the one with the least exposed communication. `mode="asynchronous"` is for engines
-    that wait for their data alone, as PyTorch's does, and not for the end of each step.
+    `planner` is a name from `PLANNERS`, with its parameters as keywords or in the name ("row-pairs:segments=2"), or a
+    planner object. By default it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is
+    named takes these two as well, and then chooses those of its parameters that are not given. With `overlap_s`, the
+    seconds of computing that it runs beside in a loop body, it is the one with the least exposed communication.
+    `mode="asynchronous"` is for engines that wait for their data alone, as PyTorch's does, and not for the end of each
+    step.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
@@ -106,20 +109,21 @@ def choose(mesh: Mesh, chooser: AutoPlanner) -> Choice:
 def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
     """Return the planner of that name with those parameters, for that collective: by default an all-reduce.
 
-    With a payload or hardware, it tunes the parameters that are not given.
+    Parameters may be part of the name, and those count first. With a payload or hardware, it tunes what is not given.
 
-    >>> make_planner("weave", chunks=60)
-    Weave(chunks=60, ...)
+    >>> make_planner("weave", chunks=60) == make_planner("weave:chunks=60")
+    True
     """
-    if name not in PLANNERS:
-        raise ParameterError(f"There is no planner {name!r}. Planners: {', '.join(PLANNERS)}.")
+    name, named = split_planner(name)
     kind = PLANNERS[name]
     own = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     wanted = read_collective(collective)
     known = [name for name in dict.fromkeys([*own, *TARGET, "budget_s"]) if name != "collective"]
+    parameters |= named
     for parameter in parameters:
         if parameter not in known:
-            raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.")
+            near = did_you_mean(parameter, known)
+            raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.{near}")
     if "budget_s" in parameters and "budget_s" not in own:
         check_budget(parameters.pop("budget_s"))  # it plans in no time
     target = {key: value for key, value in parameters.items() if key in TARGET}
@@ -129,6 +133,26 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     planner = Auto(**whole, **given, **kept) if kind is Auto else kind(**given, **kept)
     tuned = Tuned(planner, fixed=tuple(given), **whole) if target and kind is not Auto else planner
     return tuned if planner.collective is wanted else Derived(tuned, wanted)
+
+
+def split_planner(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the planner that a text names, and the parameters in it: numbers are numbers, and the planner checks all.
+
+    >>> split_planner("row-pairs:segments=2,orientation=columns")
+    ('row-pairs', {'segments': 2, 'orientation': 'columns'})
+    """
+    name, settings = split_settings(text)
+    if name not in PLANNERS:
+        near = did_you_mean(name, PLANNERS)
+        raise ParameterError(f"There is no planner {name!r}.{near} Planners: {', '.join(PLANNERS)}.")
+    found: dict[str, Any] = dict(settings)
+    for parameter, value in settings.items():
+        if parameter in TARGET:
+            raise ParameterError(f"{parameter} is no part of a planner's name: give it beside the name.")
+        for kind in (float, int):  # whole numbers stay whole
+            with contextlib.suppress(ValueError):
+                found[parameter] = kind(value)
+    return name, found
 
 
 def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:

@@ -19,7 +19,7 @@ from meshmend.files import write_whole
 from meshmend.planning.auto import Auto
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.proven import make_planner, plan, read_collective, refusal
+from meshmend.planning.proven import make_planner, plan, read_collective, refusal, split_planner
 from meshmend.planning.shards import plan_halves
 from meshmend.planning.workload import Workload
 from meshmend.schedule import Collective, Schedule
@@ -153,6 +153,9 @@ def plan_step(
 
     A planner object has its own payload, hardware and parameters.
     """
+    if isinstance(planner, str):
+        planner, named = split_planner(planner)
+        parameters |= named
     budget = {key: value for key, value in parameters.items() if key == "budget_s"}
     kept: dict[str, Any] = {"cache": cache, "neighbours_only": neighbours_only}
     scalars = plan(mesh, payload_bytes=SCALAR_BYTES, hardware=hardware, **kept, **budget)

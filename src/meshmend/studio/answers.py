@@ -147,15 +147,15 @@ def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
     study = simulate(
         assumptions, days=DAYS, runs=RUNS, checks=0, on_run=lambda run: tell({"run": run + 1, "runs": RUNS})
     )
-    words = ["meshmend", "availability", *state.machine_words, "--host", host]
-    words += [] if board is not None else ["--board", "none"]
+    words = ["meshmend", "availability", *state.machine_words]
     for text in name_cable_rates(machine.cable_rates):
         words += ["--cable-rate", text]
+    assumed = f"host={host},{'' if board is not None else 'board=none,'}payload_bytes={state.payload}"
     return {
         "days": study.days,
         "runs": study.runs,
         "hours_between_failures": 1 / assumptions.failures_per_h,
-        "command": shlex.join([*words, "--payload", state.payload, "--hardware", hardware]),
+        "command": shlex.join([*words, "--assume", assumed, "--hardware", hardware]),
         "policies": [
             {"policy": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
             for outcome in study.outcomes

@@ -152,8 +152,8 @@ class State:
             for option in ("fail", "fail_cable", "cable_rate"):
                 for text in getattr(self, option):
                     words += [f"--{option.replace('_', '-')}", text]
-            words += [] if self.planner == Auto.name else ["--planner", self.planner]
-            words += [] if self.budget == MAX_BUDGET_S else ["--budget", f"{self.budget:g}"]
+            budget = "" if self.budget == MAX_BUDGET_S else f":budget_s={self.budget:g}"
+            words += ["--planner", self.planner + budget] if budget or self.planner != Auto.name else []
         return shlex.join([*words, "--payload", self.payload, "--hardware", self.hardware])
 
 

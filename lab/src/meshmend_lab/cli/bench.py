@@ -50,7 +50,7 @@ def allreduce(
         typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable.", show_default="32MB"),
     ] = None,
     planner: Annotated[
-        list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
+        list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable.", show_default="all")
     ] = None,
     repeat: RepeatOption = 3,
     update: Annotated[

@@ -16,10 +16,10 @@ from meshmend.cli.options import (
     OptionalPayloadOption,
     OptionalPlanArgument,
     PlannerOption,
-    TuningOptions,
     given_options,
     is_file,
     load_plan,
+    tuned_planner,
 )
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import working
@@ -39,7 +39,6 @@ def command(
     folder: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder, or one to replace.")],
     planner: PlannerOption = Auto.name,
     holes: HoleOptions,
-    tuning: TuningOptions,
     payload: OptionalPayloadOption = None,
     hardware: HardwareOption = None,
     dtype: Annotated[
@@ -68,13 +67,13 @@ def command(
     payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
     if plan_of is not None and is_file(plan_of):
         named = [] if planner == Auto.name else ["--planner"]
-        schedule = load_plan(plan_of, *given_options(holes, machine, tuning), *named)
+        schedule = load_plan(plan_of, *given_options(holes, machine), *named)
     else:
         mesh = machine.mesh(plan_of, holes)
         # XLA is what will drive the links.
         driven = through_xla(machine.hardware(hardware) or DEFAULT_HARDWARE)
         with working(f"planning and proving {mesh}", json):
-            schedule = plan(mesh, tuning.planner(planner, payload_bytes, driven))
+            schedule = plan(mesh, tuned_planner(planner, payload_bytes, driven))
     with working("exporting", json):
         digest = export_artefact(schedule, folder, payload_bytes=payload_bytes, dtype=dtype, stand_by=stand_by)
         written = read_artefact(folder)

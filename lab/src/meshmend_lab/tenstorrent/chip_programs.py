@@ -134,7 +134,7 @@ def _check(schedule: Schedule, machine: Machine) -> None:
     if schedule.n_transfers > MOST_TRANSFERS:
         raise LoweringError(
             f"The plan has {schedule.n_transfers:,} transfers; programs are written for at most {MOST_TRANSFERS:,}. "
-            f"Plan with fewer --chunks.",
+            "Plan with fewer chunks, as in --planner weave:chunks=64.",
             planner=schedule.planner,
         )
 
