@@ -78,10 +78,18 @@ class Assumption:
         """Return a value as people read it."""
         if value in (None, (), math.inf):
             return self.absent
-        if self.unit in ("h", "min"):
-            return f"{value:,.10g} {self.unit}"
-        writers = {"s": name_seconds, "$": "${:,.2f}".format, "bytes": format_bytes, "chips": name_shape}
-        return writers.get(self.unit, str)(value)
+        match self.unit:
+            case "h" | "min":
+                return f"{value:,.10g} {self.unit}"
+            case "s":
+                return name_seconds(value)
+            case "$":
+                return f"${value:,.2f}"
+            case "bytes":
+                return format_bytes(value)
+            case "chips":
+                return name_shape(value)
+        return str(value)
 
 
 def _assumed(default: Any, what: str, unit: Unit, source: str, absent: str = "") -> Any:
