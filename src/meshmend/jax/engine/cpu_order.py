@@ -9,8 +9,9 @@ that communicates is given its operands only when the one before it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from meshmend.jax.engine.fabric import Fabric
+from meshmend.jax.engine.jaxprs import InnerJaxpr, carried_operands, equations, inner_jaxprs, interpret
 from meshmend.jax.engine.loops import hidden_zero
 
 COLLECTIVES = {
@@ -55,47 +57,33 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 Values = list[Any]
 
 
-def _evaluate(closed: ClosedJaxpr, given: Sequence[Any], before: Values) -> tuple[Values, Values]:
+def _evaluate(closed: ClosedJaxpr | InnerJaxpr, given: Sequence[Any], before: Values) -> tuple[Values, Values]:
     """Run the operations, those that communicate after `before` is there and one after the other.
 
     Returns the results, and what is there once the last of them is complete.
     """
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, given, strict=True))
 
-    def read(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else values[variable]
+    def run(operation: JaxprEqn, operands: Values) -> Values:
+        nonlocal before
+        if not _communicates(operation):
+            return _bind(operation, operands, closed.jaxpr.debug_info)
+        found, before = _communicate(operation, operands, before, closed.jaxpr.debug_info)
+        return found
 
-    for operation in closed.jaxpr.eqns:
-        operands = list(map(read, operation.invars))
-        if _communicates(operation):
-            found, before = _communicate(operation, operands, before, closed.jaxpr.debug_info)
-        else:
-            found = _bind(operation, operands, closed.jaxpr.debug_info)
-        values.update(zip(operation.outvars, found, strict=True))
-    return list(map(read, closed.jaxpr.outvars)), before
+    results = interpret(closed.jaxpr, closed.consts, given, constant=lambda value: value, rule=run)
+    return results, before
 
 
 def _communicates(operation: JaxprEqn) -> bool:
-    return operation.primitive.name in COLLECTIVES or any(
-        any(map(_communicates, inner.jaxpr.eqns)) for inner in _inner(operation)
-    )
+    inside = (one for inner in inner_jaxprs(operation) for one in equations(inner.jaxpr))
+    return any(one.primitive.name in COLLECTIVES for one in chain([operation], inside))
 
 
-def _needs_order(closed: ClosedJaxpr) -> bool:
+def _needs_order(closed: InnerJaxpr) -> bool:
     """Whether something that communicates may run beside a loop that does."""
     all_of_them = list(filter(_communicates, closed.jaxpr.eqns))
-    inner = [inner for operation in all_of_them for inner in _inner(operation)]
+    inner = [inner for operation in all_of_them for inner in inner_jaxprs(operation)]
     return bool(inner) and (len(all_of_them) > 1 or any(map(_needs_order, inner)))
-
-
-def _inner(operation: JaxprEqn) -> Iterator[ClosedJaxpr]:
-    for value in operation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, Jaxpr):
-                yield ClosedJaxpr(one, ())
-            elif isinstance(one, ClosedJaxpr):
-                yield one
 
 
 def _bind(operation: JaxprEqn, operands: Values, debug_info: Any) -> Values:
@@ -109,7 +97,7 @@ def _bind(operation: JaxprEqn, operands: Values, debug_info: Any) -> Values:
 def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_info: Any) -> tuple[Values, Values]:
     """Run an operation that communicates; return its results, and what is there when it is complete."""
     name, settings = operation.primitive.name, operation.params
-    inner = list(_inner(operation))
+    inner = inner_jaxprs(operation)
     if name == "shard_map":
         return _shard_map(settings, inner[0], operands, before)
     if inner and name not in LOOPS:
@@ -153,9 +141,7 @@ def _while(settings: dict[str, Any], operands: Values) -> Values:
     return found
 
 
-def _shard_map(
-    settings: dict[str, Any], closed: ClosedJaxpr, operands: Values, before: Values
-) -> tuple[Values, Values]:
+def _shard_map(settings: dict[str, Any], closed: InnerJaxpr, operands: Values, before: Values) -> tuple[Values, Values]:
     whole = jax.sharding.PartitionSpec()
     found: Values = jax.shard_map(
         lambda zero, *given: _evaluate(closed, given, [zero] if before else [])[0],
@@ -187,23 +173,6 @@ def _once_there(before: Values, operation: JaxprEqn, operands: Values) -> Values
         _plus(zero, x) if whole[i] else _plus_first(zero, x) if waits[i] and i in carried else x
         for i, x in enumerate(operands)
     ]
-
-
-def carried_operands(operation: JaxprEqn) -> range:
-    """Return which operands of a loop it carries from one turn to the next."""
-    settings = operation.params
-    if operation.primitive.name == "scan":
-        body = settings["jaxpr"].jaxpr
-
-        def n_rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-            """Return how many arrays a turn has one row of. What is fixed comes first, then what is carried."""
-            return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
-
-        end = len(body.invars) - n_rows(operation.invars, body.invars)
-        return range(end - len(body.outvars) + n_rows(operation.outvars, body.outvars), end)
-    if operation.primitive.name == "while":
-        return range(settings["cond_nconsts"] + settings["body_nconsts"], len(operation.invars))
-    return range(0)
 
 
 def _waits_anyway(before: Values, operation: JaxprEqn, operands: Values) -> bool:

@@ -18,8 +18,7 @@ import numpy as np
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree
-from meshmend.jax.engine.cpu_order import carried_operands
-from meshmend.jax.train.optimizer_formulas import inner_jaxprs
+from meshmend.jax.engine.jaxprs import carried_operands, inner_jaxprs, interpret
 
 
 class ModelState:
@@ -120,15 +119,7 @@ class ModelState:
 
 def outputs_that_depend(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
     """Return which outputs of a jaxpr depend on its marked inputs."""
-    known = {variable for variable, mark in zip(jaxpr.invars, marked, strict=True) if mark}
-
-    def is_marked(atom: Any) -> bool:
-        return not hasattr(atom, "val") and atom in known
-
-    for equation in jaxpr.eqns:
-        marks = _through(equation, [is_marked(atom) for atom in equation.invars])
-        known.update(variable for variable, mark in zip(equation.outvars, marks, strict=True) if mark)
-    return [is_marked(atom) for atom in jaxpr.outvars]
+    return interpret(jaxpr, jaxpr.constvars, marked, constant=lambda _: False, rule=_through)
 
 
 def _through(equation: Any, marked: list[bool]) -> list[bool]:

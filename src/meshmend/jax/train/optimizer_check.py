@@ -12,7 +12,7 @@ the same formula in arrays of other shapes rounds differently, so that even Adam
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from jax.typing import ArrayLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree
-from meshmend.jax.train.optimizer_formulas import Formulas, inner_jaxprs
+from meshmend.jax.engine.jaxprs import equations, inner_jaxprs
+from meshmend.jax.train.optimizer_formulas import Formulas
 
 MIXING = frozenset(
     {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "transpose", "fft", "gather"}
@@ -59,7 +60,7 @@ def check_elementwise(
         raise _by_layer()
     traced = jax.make_jaxpr(update)(shards, state, shards)
     own_shapes = {shard.shape for shard in jax.tree.leaves(shards)}
-    for equation in _equations(traced.jaxpr):
+    for equation in equations(traced.jaxpr):
         name = equation.primitive.name
         if name in POSITIONAL and any(v.aval.shape in own_shapes for v in equation.outvars):
             raise ParameterError(
@@ -223,10 +224,3 @@ class _NoLayers:
     def chosen(self, mask: Any) -> Tree:
         del mask
         return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner, _ in inner_jaxprs(equation):
-            yield from _equations(inner)

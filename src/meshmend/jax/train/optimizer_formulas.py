@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.jax.engine.jaxprs import inner_jaxprs, interpret
+
 FormulasByKind = dict[tuple[str, str], set[int]]
 """For each kind of result (an update, or a place in the optimizer's state) and dtype of the weights: the formulas."""
 
@@ -103,17 +105,7 @@ class Formulas:
 
     def _read(self, jaxpr: Any, consts: Any, inputs: list[int]) -> list[int]:
         """Return the number of each output of a jaxpr, given those of its inputs."""
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            known[variable] = self._constant(value)
-
-        def number(atom: Any) -> int:
-            return self._constant(atom.val) if hasattr(atom, "val") else known[atom]
-
-        for equation in jaxpr.eqns:
-            outputs = self._equation(equation, [number(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [number(atom) for atom in jaxpr.outvars]
+        return interpret(jaxpr, consts, inputs, constant=self._constant, rule=self._equation)
 
     def _constant(self, value: Any) -> int:
         if jnp.issubdtype(getattr(value, "dtype", np.dtype(object)), jax.dtypes.prng_key):
@@ -140,17 +132,6 @@ class Formulas:
         if self.any_width:
             facts = [(key, FLOATS.sub(_without_width, text)) for key, text in facts]
         return [self._number((name, *sorted(facts), i), tuple(inputs)) for i in range(len(equation.outvars))]
-
-
-def inner_jaxprs(equation: Any) -> list[tuple[Any, Any]]:
-    """Return the jaxprs that an equation calls, each with its constants."""
-    found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                found.append((jaxpr, getattr(item, "consts", ())))
-    return found
 
 
 def _belongs(leaf: Any, weight: Any) -> bool:

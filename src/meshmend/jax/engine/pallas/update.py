@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from meshmend.errors import ParameterError
+from meshmend.jax.engine.jaxprs import Equation, interpret
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ def hoist(
     traced = jax.make_jaxpr(formula)(*blocks)
     jaxpr = traced.jaxpr
     names = jaxpr.debug_info.with_unknown_names()
-    known, outside, inside = set(jaxpr.constvars), [], []
-    for equation in jaxpr.eqns:
-        is_known = all(hasattr(atom, "val") or atom in known for atom in equation.invars)
-        if is_known and not any(variable.aval.shape for variable in equation.outvars):
-            outside.append(equation)
-            known.update(equation.outvars)
-        else:
-            inside.append(equation)
+    outside, inside = list[Equation](), list[Equation]()
+
+    def sort(equation: Equation, known: list[bool]) -> list[bool]:
+        is_outside = all(known) and not any(variable.aval.shape for variable in equation.outvars)
+        (outside if is_outside else inside).append(equation)
+        return [is_outside] * len(equation.outvars)
+
+    interpret(jaxpr, traced.consts, [False] * len(jaxpr.invars), constant=lambda _: True, rule=sort)
+    known = {*jaxpr.constvars, *(variable for one in outside for variable in one.outvars)}
     used = [atom for atoms in (jaxpr.outvars, *(one.invars for one in inside)) for atom in atoms]
     needed = list(dict.fromkeys(atom for atom in used if not hasattr(atom, "val") and atom in known))
     arrays = [variable.aval.shape for variable in needed if variable.aval.shape]
