@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from meshmend.jax.engine.jaxprs import carried_operands, equations, interpret
@@ -21,6 +21,9 @@ TABLE = np.arange(4.0, dtype=np.float32)
 @jax.custom_jvp
 def own_rule(x: jax.Array) -> jax.Array:
     return jnp.sin(x)
+
+
+own_rule.defjvps(lambda tangent, _, x: tangent * jnp.cos(x))
 
 
 def mapped(x: jax.Array) -> jax.Array:
@@ -53,16 +56,19 @@ def test_equations_inside_every_kind_of_call_are_seen(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_with_values_it_computes_what_the_function_does(kind: str) -> None:
+    traced = jax.make_jaxpr(CALLS[kind])(TABLE)
     seen = []
 
-    def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
+    def run(equation: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Evaluate one equation by itself, as JAX does."""
         seen.append(equation)
-        functions, settings = equation.primitive.get_bind_params(equation.params)
-        found = equation.primitive.bind(*functions, *values, **settings)
-        return list(found) if equation.primitive.multiple_results else [found]
+        given = {v: x for v, x in zip(equation.invars, values, strict=True) if not isinstance(v, Literal)}
+        names = traced.jaxpr.debug_info.with_unknown_names()
+        alone = Jaxpr((), list(given), equation.outvars, [equation], equation.effects, names)
+        found: list[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+        return found
 
-    traced = jax.make_jaxpr(CALLS[kind])(TABLE)
-    found = interpret(traced.jaxpr, traced.consts, [jnp.asarray(TABLE)], constant=lambda value: value, rule=bind)
+    found = interpret(traced.jaxpr, traced.consts, [jnp.asarray(TABLE)], constant=lambda value: value, rule=run)
     assert seen == traced.jaxpr.eqns
     for one, expected in zip(found, jax.tree.leaves(CALLS[kind](jnp.asarray(TABLE))), strict=True):
         np.testing.assert_array_equal(one, expected)

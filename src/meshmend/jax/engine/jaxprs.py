@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, Literal
 
 T = TypeVar("T")
+Equation = Any
+"""A `JaxprEqn`: its variables have an `aval` with a shape and a dtype, which its own annotations do not say."""
 
 
 class InnerJaxpr(NamedTuple):
@@ -17,18 +19,18 @@ class InnerJaxpr(NamedTuple):
     consts: Sequence[Any]
 
 
-def inner_jaxprs(equation: JaxprEqn) -> list[InnerJaxpr]:
+def inner_jaxprs(equation: Equation) -> list[InnerJaxpr]:
     """Return the jaxprs that an equation calls: of a jitted function, the body of a loop, the branches of a `cond`."""
     found = []
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
+            jaxpr: Any = getattr(item, "jaxpr", item)
             if hasattr(jaxpr, "eqns"):
                 found.append(InnerJaxpr(jaxpr, getattr(item, "consts", ())))
     return found
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Return the equations of a jaxpr, each followed by those of the jaxprs that it calls.
 
     >>> import jax
@@ -48,7 +50,7 @@ def interpret(
     inputs: Sequence[T],
     *,
     constant: Callable[[Any], T],
-    rule: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    rule: Callable[[Equation, list[T]], Sequence[T]],
 ) -> list[T]:
     """Return what stands for each output of a jaxpr, where `inputs` stand for its inputs: values, marks, formulas.
 
@@ -74,7 +76,7 @@ def interpret(
     return list(map(read, jaxpr.outvars))
 
 
-def carried_operands(equation: JaxprEqn) -> range:
+def carried_operands(equation: Equation) -> range:
     """Return which operands of a loop it carries from one turn to the next."""
     settings = equation.params
     if equation.primitive.name == "scan":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from meshmend.errors import ParameterError
-from meshmend.jax.engine.jaxprs import interpret
+from meshmend.jax.engine.jaxprs import Equation, interpret
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def hoist(
     traced = jax.make_jaxpr(formula)(*blocks)
     jaxpr = traced.jaxpr
     names = jaxpr.debug_info.with_unknown_names()
-    outside, inside = list[JaxprEqn](), list[JaxprEqn]()
+    outside, inside = list[Equation](), list[Equation]()
 
-    def sort(equation: JaxprEqn, known: list[bool]) -> list[bool]:
+    def sort(equation: Equation, known: list[bool]) -> list[bool]:
         is_outside = all(known) and not any(variable.aval.shape for variable in equation.outvars)
         (outside if is_outside else inside).append(equation)
         return [is_outside] * len(equation.outvars)
