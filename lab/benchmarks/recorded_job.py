@@ -12,7 +12,7 @@ from pathlib import Path
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostHistory, Recovery, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.timeline import STAGES, Event, read_timeline
+from meshmend.launch.timeline import STAGES, Line, read_timeline
 from meshmend.launch.watching import Watch
 
 DETECT, TRAINING = "detect", "training"
@@ -200,7 +200,7 @@ def _data_wait(hosts: Sequence[HostHistory]) -> float:
 
 def _checkpoints(paths: Sequence[Path]) -> tuple[float, float]:
     """Return how many steps are between two checkpoints, and how long training waits for one."""
-    most: list[Event] = []
+    most: list[Line] = []
     for path in paths:
         events = [event for event in read_timeline(path) if event["event"] in ("checkpoint", "saved")]
         most = max(most, events, key=len)

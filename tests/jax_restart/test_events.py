@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshmend.launch.processes import kill_tree
-from meshmend.launch.timeline import Event, read_timeline
+from meshmend.launch.timeline import Line, read_timeline
 
 WORKER = """
 import json, os, time
@@ -74,7 +74,7 @@ class RunningJob:
                 stderr=subprocess.STDOUT,
             )
 
-    def events(self, host: int, *kinds: str) -> list[Event]:
+    def events(self, host: int, *kinds: str) -> list[Line]:
         found = read_timeline(self.folder / "shared" / "timeline" / f"host-{host}.jsonl")
         return [event for event in found if event["event"] in kinds]
 

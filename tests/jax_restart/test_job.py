@@ -18,6 +18,7 @@ from meshmend.jax.state.timetable import FIRST_AFTER
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
+from timelines import check_fields
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -116,6 +117,7 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
         assert restored[1][1] >= 6  # 8 was done, and the copies of the last two may be under way
         assert [e["chips"] for e in events(host) if e["event"] == "fabric"] == [6, 4, 6][: 2 + comes_back]
         assert {e["step"] for e in events(host) if e["event"] == "kept"} == set(range(1, STEPS + 1))
+        check_fields(events(host))
     assert steps_done(tmp_path) == STEPS
     found = losses(events(1)) | losses(events(2))
     # The losses of the last steps before a failure may not have been noted.

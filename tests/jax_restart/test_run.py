@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from meshmend.launch.processes import children, free_port
-from meshmend.launch.timeline import Event, read_timeline
+from meshmend.launch.timeline import Line, read_timeline
 
 ROOT = Path(__file__).parents[2]
 CRD = os.environ.get("JOBSET_CRD")
@@ -64,7 +64,7 @@ def meshmend(*words: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def events_of(shared: Path, *kinds: str) -> list[Event]:
+def events_of(shared: Path, *kinds: str) -> list[Line]:
     """Events of a job's timelines in their order, each once, though several hosts have written it."""
     written = [event for path in sorted(shared.glob("timeline/host-*.jsonl")) for event in read_timeline(path)]
     found = {event["id"]: event for event in written if event["event"] in kinds}

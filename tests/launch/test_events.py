@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshmend.launch.events import BELOW_MINIMUM, LOST, RECOVERED, WRITERS, AgentLog
+from meshmend.launch.agent_log import WRITERS, AgentLog
+from meshmend.launch.events import BELOW_MINIMUM, KINDS, LOST, QUARANTINED, RECOVERED, Event, fields_of, read_event
+from meshmend.launch.goodput import HostHistory
 from meshmend.launch.member import Assignment
 from meshmend.launch.timeline import Timeline, read_timeline
+from pages import ROOT
+from timelines import check_fields, names_of
 
 MACHINE = "4x4 in hosts of 2x2"
 
@@ -43,7 +48,9 @@ class Agents:
 
     def events(self, host: int, *kinds: str) -> list[dict[str, Any]]:
         self.logs[host].close()
-        return [event for event in read_timeline(self.paths[host]) if event["event"] in kinds]
+        lines = read_timeline(self.paths[host])
+        check_fields(lines)
+        return [line for line in lines if line["event"] in kinds]
 
 
 def test_a_lost_host_and_the_recovery_are_written_by_every_survivor(tmp_path: Path) -> None:
@@ -151,3 +158,45 @@ def test_the_loss_of_many_is_written_by_a_few(tmp_path: Path) -> None:
     assert [len(event["joined"]) for event in recovered].count(10) == WRITERS
     assert [len(event["lost"]) for event in recovered].count(10) == WRITERS
     assert len({event["id"] for event in recovered}) == 2
+
+
+def written() -> list[tuple[str, set[str], str]]:
+    """Return each event that a source file writes by its name: its kind, the fields that are named, and where."""
+    found = []
+    for path in sorted((ROOT / "src/meshmend").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="note" | "timed"), args=[ast.Constant(value=str(kind)), *_]):
+                    names = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                    found.append((kind, names, f"{path.name}:{node.lineno}"))
+    return found
+
+
+def test_every_event_that_is_written_is_in_the_set_and_no_other() -> None:
+    found = written()
+    assert len(found) > 40
+    for kind, names, where in found:
+        assert kind in KINDS, where
+        assert names <= names_of(kind), (where, names - names_of(kind))
+    by_condensing, by_note_alert = {"steps"}, {LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED}
+    assert {kind for kind, _, _ in found} | by_condensing | by_note_alert == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "unheard of"])
+def test_a_field_that_is_not_of_its_type_is_as_if_it_was_not_there(kind: str) -> None:
+    read, _ = KINDS.get(kind, (Event, ""))
+    good: dict[type, Any] = {int: 7, float: 7.5, str: "seven", list: [7]}
+    line: dict[str, Any] = {"event": kind, "at": 1.5, "another": 3}
+    fields = {name: types for name, types in fields_of(read).items() if name not in line}
+    for name, types in fields.items():
+        line[name] = good[types[0]]
+    whole = read_event(line)
+    assert {name: getattr(whole, name) for name in fields} == {name: line[name] for name in fields}
+    HostHistory([line])
+    for name, types in fields.items():
+        for wrong in list[Any](({}, [], "x", 1.5, 2)):
+            if not isinstance(wrong, types):
+                spoilt = {**line, name: wrong}
+                without = {other: value for other, value in line.items() if other != name}
+                assert read_event(spoilt) == read_event(without)
+                HostHistory([spoilt])

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from meshmend.launch.membership import Membership, Message, RefusedError
+from meshmend.launch import membership
+from meshmend.launch.membership import JobPhase, Membership, Message, RefusedError
+
+TABLE = set(re.findall(r"^\| (\w+) +\| (\w+) +\| .+ \|$", membership.__doc__ or "", re.M)) - {("phase", "next")}
+"""Changes of the phase, as the module's docstring lists them."""
+
+
+@dataclass
+class Watched(Membership):
+    """A membership that makes no change that the table has not."""
+
+    changes: list[tuple[str, str]] = field(default_factory=list)
+
+    def _enter(self, phase: JobPhase) -> None:
+        change = (self.phase.value, phase.value)
+        assert change in TABLE, f"{change} is not in the table of {membership.__name__}"
+        self.changes.append(change)
+        super()._enter(phase)
 
 
 class Job:
@@ -19,7 +38,7 @@ class Job:
         self.machine = machine
         self.n_hosts = n_hosts
         self.least = least
-        self.membership = Membership(**settings)
+        self.membership = Watched(**settings)
         self.received: dict[Hashable, list[Message]] = {}
 
     def hello(self, host: int, **more: Any) -> Message:

@@ -22,6 +22,7 @@ from meshmend.errors import ParameterError, QuarantineError
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
 from meshmend.quarantine import QuarantineList, Suspect
+from timelines import check_fields
 from torch_engine.processes import with_store
 
 PAUSE_S = 0.2
@@ -86,6 +87,7 @@ def test_a_chip_writes_down_what_a_host_does(tmp_path: Path, use_async_quorum: b
     (path,) = (tmp_path / "timeline").iterdir()
     assert path.name == "host-2.jsonl"  # chip (1, 0) of 2×2
     written = read_timeline(path)
+    check_fields(written)
     assert [event["event"] for event in written] == events
     quorums = [event for event in written if event["event"] == "quorum"]
     assert [(one["step"], one["source"]) for one in quorums] == [

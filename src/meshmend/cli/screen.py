@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshmend.cli.terminal import plain, print_line
 from meshmend.launch.goodput import HostRound, rounds_of
 from meshmend.launch.hosts import name_hosts
-from meshmend.launch.job import Event
+from meshmend.launch.job import Report as Event
 from meshmend.launch.watching import Watch
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")

@@ -1,193 +1,192 @@
-"""What an operator wants to hear of a job: hosts that are lost, chips in quarantine, a job that waits or trains again.
+"""The events of a job: what its hosts write into their timelines, with the fields of each kind.
 
-Under `meshmend run` the agent of each host writes these events into the host's timeline. It lives on when its worker
-dies, and hears from the store what has happened; from the worker's own lines it knows when the first step is done
-again. Under torchft the processes that train go on, and write them. So each event is written by several hosts that live
-through it, with the same `id`: a reader that knows the id counts it once, and needs only one of them to have survived.
+    agent of a host     round, host lost, below minimum, recovered
+    its worker          process, join, fabric, plan, compile, restore, step, kept, saved, checkpoint, gave up, done, …
+    torchft's manager   process, quorum, join, plan, restore, step, refused, …
+         |
+         +-- Timeline.note --> timeline/host-N.jsonl -- read_event --> goodput, watch, metrics, the agent
+
+`Timeline.note` writes a line of JSON, and `read_event` reads it again. Lines come from files that others may have
+written: a field that is missing, or has a value of another type, has its default, and a kind that is not known here has
+only what all events have.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from meshmend.launch.hosts import Hosts, name_hosts
-from meshmend.launch.member import Assignment
-from meshmend.launch.membership import Message
-from meshmend.launch.timeline import Event, Tail, Timeline
+from meshmend.launch.timeline import Line, Timeline
 from meshmend.quarantine import Quarantined
 
 LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED = "host lost", "recovered", "below minimum", "quarantined"
-WRITERS = 8
-"""Hosts that write an event that more live through: if all did, the loss of a rack would make millions of lines."""
-LOOK_S = 1.0
-"""Interval at which an agent looks for its worker's steps."""
 Done = tuple[int, float, tuple[int, ...]]
 """A step, when it was done, and the hosts that did it."""
 
 
-class AgentLog:
-    """Writes a host's events, from what the store says and what the worker has written. `close` it at the end."""
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every event has, and all that programs read of most."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        *,
-        hosts: tuple[int, int],
-        machine: str = "",
-        report: Callable[..., None] = lambda *_, **__: None,
-    ) -> None:
-        self._timeline = timeline
-        self._least, self._most = hosts
-        self._machine = Hosts.read(machine) if machine else None
-        self._report = report
-        self._tail = None if timeline.path is None else Tail(timeline.path)
-        self._assignment: Assignment | None = None
-        self._assigned_at = 0.0
-        self._step, self._step_at = 0, 0.0
-        self._is_training = timeline.path is None  # where nobody can know
-        self._interrupted: Done | None = None
-        """The last step before this round, when it was done and by which hosts; None once there is another."""
-        self._lost: set[int] = set()
-        """Hosts of the round that are lost."""
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self.rounds_before = 0
-        """The last round of an earlier job in this folder."""
-        if self._tail is not None:
-            earlier = [event.get("round") for event in self._tail.read()]
-            self.rounds_before = max((number for number in earlier if isinstance(number, int)), default=0)
-            threading.Thread(target=self._follow, name="meshmend-events", daemon=True).start()
-
-    def start_round(self, assigned: Assignment) -> None:
-        """Record that a round starts."""
-        with self._lock:
-            self.look()  # the last worker has ended: these are its last steps
-            if self._assignment is None or assigned.before != self._assignment.number:
-                self._interrupted = None  # the others know what happened before: this host was not there
-            else:
-                if _writes(assigned, self._assignment.hosts):
-                    self._note_missing({*assigned.hosts, *assigned.cut_off})
-                if self._step_at > self._assigned_at:
-                    self._interrupted = self._step, self._step_at, self._assignment.hosts
-            self._assignment, self._assigned_at, self._lost = assigned, time.time(), set()
-            self._timeline.facts["round"] = assigned.number
-            # Not which hosts: the worker says that, and every host would write it.
-            self._timeline.note("round", least=self._least, most=self._most)
-
-    def on_message(self, message: Message) -> None:
-        """Report what the store says, or that it cannot be reached, and record what is worth it."""
-        kind = message["type"]
-        if kind == "short":
-            self._report("short", **{name: message[name] for name in ("hosts", "least", "number")})
-        elif kind != "round":
-            self._report("store", **message)
-        with self._lock:
-            if self._assignment is None:
-                return
-            if kind == "stop" and message["lost"] is not None and self._assignment.process <= WRITERS + len(self._lost):
-                self.look()
-                self._note_lost(int(message["lost"]), str(message["why"]))
-            elif kind == "short":
-                here = sorted(message["hosts"])
-                if self._assignment.hosts[self._assignment.process] in here[:WRITERS]:
-                    self._note_missing(here)
-                    self._note_short(here, int(message["least"]))
-
-    def look(self) -> int:
-        """Read what the worker has written since the last time; return the last step that it has done."""
-        with self._lock:
-            for event in self._tail.read() if self._tail is not None else ():
-                if event["event"] == "step" and isinstance(event.get("step"), int):
-                    self._step, self._step_at = event["step"], event["at"]
-                    if self._interrupted is not None and self._step_at > self._assigned_at:
-                        self._note_recovered()
-                elif event["event"] in ("restore", "done", "stopped"):
-                    self._is_training = event["event"] == "restore"
-            return self._step
-
-    def is_training(self) -> bool:
-        """Whether the job trains, or has trained under this agent and is not done."""
-        self.look()
-        return self._is_training
-
-    def close(self) -> None:
-        """Read the worker's last lines, and end."""
-        self._closed.set()
-        self.look()
-
-    def _follow(self) -> None:
-        while not self._closed.wait(LOOK_S):
-            self.look()
-
-    def _note_missing(self, here: Iterable[int]) -> None:
-        """Record the loss of hosts that died while the others were between two rounds: the store names only one."""
-        if self._assignment is not None:
-            for host in sorted({*self._assignment.hosts} - {*here} - self._lost):
-                self._note_lost(host, f"host {host} is lost: it did not come to the next round")
-
-    def _note_lost(self, host: int, why: str) -> None:
-        self._lost.add(host)
-        note_lost(self._timeline, self._name, host, self._step, self._machine, why)
-
-    def _note_short(self, here: list[int], least: int) -> None:
-        text = f"the job waits after step {self._step}: it needs {least} hosts, and has {name_hosts(here)}"
-        text += ", which no cables join" * (len(here) >= least)
-        facts = {"step": self._step, "hosts": here, "least": least}
-        _note(self._timeline, BELOW_MINIMUM, f"{self._name}/{BELOW_MINIMUM}", text, facts)
-
-    def _note_recovered(self) -> None:
-        assigned = self._assignment
-        if self._interrupted is not None and assigned is not None and _writes(assigned, self._interrupted[2]):
-            note_recovered(self._timeline, self._name, self._interrupted, (self._step, self._step_at, assigned.hosts))
-        self._interrupted = None
+    event: str
+    """Its kind."""
+    at: float = 0.0
+    """When it happened, in seconds since the epoch; with `seconds`, when it began."""
+    seconds: float = 0.0
+    round: int | None = None
+    step: int = 0
 
     @property
-    def _name(self) -> str:
-        """The name of the round, the same on all hosts and for no other."""
-        return self._assignment.name if self._assignment is not None else ""
+    def ended(self) -> float:
+        """When it was over."""
+        return self.at + self.seconds
 
 
-def _writes(assigned: Assignment, were: Iterable[int]) -> bool:
-    """Whether a host is one of the first in a round that were there before."""
-    return len({*were}.intersection(assigned.hosts[: assigned.process])) < WRITERS
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
+    """A stage of a worker's start, the last of which knows who takes part; or a quorum under torchft."""
+
+    chips: int | None = None
+    hosts: list[int] | None = None
+    machine: str | None = None
+    """As `Hosts.read` reads it; None where devices report their coordinates."""
+    source: str = ""
 
 
-class QuorumLog:
-    """Writes the events of a job whose survivors go on by themselves, under torchft: its quorums say who is left."""
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """The state of a step is in place."""
 
-    def __init__(self, timeline: Timeline, machine: Hosts) -> None:
-        self._timeline = timeline
-        self._machine = machine
-        self._name = ""
-        self._hosts: tuple[int, ...] = ()
-        self._last: Done | None = None
-        self._interrupted: Done | None = None
+    source: str = ""
+    survives: str = ""
+    """Which failures its copies in memory survive."""
+    saved: int | None = None
+    """The last step with a checkpoint on disk."""
 
-    def form(self, name: str, hosts: Iterable[int], quarantined: Iterable[int] = ()) -> None:
-        """Record a quorum, by a name that is the same on all its hosts; those in quarantine are not lost."""
-        before, self._name, self._hosts = self._hosts, name, tuple(hosts)
-        lost = sorted({*before} - {*self._hosts})
-        if self._last is not None and lost:  # a host that joins interrupts nobody
-            self._interrupted = self._interrupted or self._last
-            for host in sorted({*lost} - {*quarantined}):
-                why = f"host {host} is lost: it is not in the next quorum"
-                note_lost(self._timeline, name, host, self._last[0], self._machine, why)
 
-    def step(self, number: int) -> None:
-        """Record that a step is done."""
-        self._last = number, time.time(), self._hosts
-        if self._interrupted is not None:
-            note_recovered(self._timeline, self._name, self._interrupted, self._last)
-            self._interrupted = None
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """A step is done; or many of a file that was full, from the `first`, done at `since`, to `step`."""
+
+    loss: float | None = None
+    examples: int | None = None
+    waited_s: float = 0.0
+    """For its data."""
+    first: int | None = None
+    since: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledAhead(Event):
+    """The loss of a host is planned and compiled for, unless there was a problem."""
+
+    lost: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies(Event):
+    """How often copies are kept in memory."""
+
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundBegins(Event):
+    """A round begins, of a job that needs so many hosts and has so many."""
+
+    least: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert(Event):
+    """For an operator. `id` is the same on all hosts that write it."""
+
+    id: str = ""
+    text: str = ""
+    lost: list[int] | None = None
+
+
+KINDS: dict[str, tuple[type[Event], str]] = {
+    "round": (RoundBegins, ""),
+    "process": (Start, ""),
+    "join": (Start, ""),
+    "fabric": (Start, ""),
+    "quorum": (Start, ""),
+    "refused": (Event, "why"),
+    "tiles": (Event, "tiles chips wasted"),
+    "measuring": (Event, ""),
+    "measure": (Event, ""),
+    "plan": (Event, "planner steps from_cache"),
+    "compile": (Event, "loaded why_not_loaded"),
+    "program": (Event, "saved why_not_saved"),
+    "compile ahead": (CompiledAhead, "saved why_not_saved"),
+    "restore": (Restored, ""),
+    "started from": (Event, "path"),
+    "skipped": (Event, "why"),
+    "set aside": (Event, "steps"),
+    "forgot": (Event, "folder"),
+    "state incomplete": (Event, "hosts wait_s"),
+    "feed": (Event, "position batch"),
+    "step": (StepDone, "chips position"),
+    "steps": (StepDone, "chips position"),
+    "kept": (Event, "bytes"),
+    "copies": (Copies, "at_risk_s cut_s write_s"),
+    "copy skipped": (Event, ""),
+    "checkpoint": (Event, ""),
+    "saved": (Event, ""),
+    "not saved": (Event, "why"),
+    "verified": (Event, ""),
+    "observation": (Event, "kind suspects why"),
+    "gave up": (Event, "why"),
+    "stopped": (Event, ""),
+    "done": (Event, ""),
+    LOST: (Alert, "why chips"),
+    BELOW_MINIMUM: (Alert, "hosts least"),
+    RECOVERED: (Alert, "hosts joined"),
+    QUARANTINED: (Alert, "suspect chips hosts by why until verified"),
+}
+"""The kinds of events in a job's order: the fields that programs read, and more that people do."""
+
+
+def fields_of(kind: type[Event]) -> dict[str, tuple[type, ...]]:
+    """Return the fields of a kind of events, and the types that their values may have."""
+    found: dict[str, tuple[type, ...]] = {}
+    for name, hint in get_type_hints(kind).items():
+        types = [get_origin(one) or one for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        found[name] = (*types, *[int] * (float in types))
+    return found
+
+
+_FIELDS = {kind: fields_of(kind) for kind, _ in KINDS.values()}
+
+
+def read_event(line: Mapping[str, Any]) -> Event:
+    """Return the event that a line of a timeline stands for.
+
+    >>> read_event({"at": 3.5, "event": "copies", "step": "four", "every": 8, "at_risk_s": 1.0})
+    Copies(event='copies', at=3.5, seconds=0.0, round=None, step=0, every=8)
+    """
+    kind, _ = KINDS.get(line["event"], (Event, ""))
+    fields = _FIELDS[kind]
+    event = object.__new__(kind)
+    # Defaults are the class's: `__init__` would set each of them, for every step of every host.
+    vars(event).update([(name, value) for name, value in line.items() if isinstance(value, fields.get(name, ()))])
+    return event
 
 
 def note_lost(timeline: Timeline, name: str, host: int, step: int, machine: Hosts | None, why: str) -> None:
     """Record that a host is lost; `name` is the same for all that do, and for no other round."""
     chips = [] if machine is None else [list(chip) for chip in machine.chips(host)]
     text = f"{why} (after step {step}{f', {len(chips)} chip' + 's' * (len(chips) != 1) if chips else ''})"
-    _note(timeline, LOST, f"{name}/{LOST} {host}", text, {"step": step, "lost": [host], "chips": chips, "why": why})
+    note_alert(
+        timeline, LOST, f"{name}/{LOST} {host}", text, {"step": step, "lost": [host], "chips": chips, "why": why}
+    )
 
 
 def note_recovered(timeline: Timeline, name: str, before: Done, now: Done) -> None:
@@ -196,7 +195,7 @@ def note_recovered(timeline: Timeline, name: str, before: Done, now: Done) -> No
     text = f"training again on {name_hosts(hosts)}: step {step} is done, {at - since:.1f} s after step {last}"
     facts = {"seconds": at - since, "step": step, "hosts": list(hosts)}
     changed = {"lost": sorted({*were} - {*hosts}), "joined": sorted({*hosts} - {*were})}
-    _note(timeline, RECOVERED, f"{name}/{RECOVERED}", text, facts | changed, at=since)
+    note_alert(timeline, RECOVERED, f"{name}/{RECOVERED}", text, facts | changed, at=since)
 
 
 def note_quarantined(timeline: Timeline, entry: Quarantined, machine: Hosts | None) -> None:
@@ -217,8 +216,9 @@ def note_quarantined(timeline: Timeline, entry: Quarantined, machine: Hosts | No
         "until": entry.until,
         "verified": entry.verified,
     }
-    _note(timeline, QUARANTINED, f"{QUARANTINED} {entry.suspect} {entry.since:.3f}", text, facts)
+    note_alert(timeline, QUARANTINED, f"{QUARANTINED} {entry.suspect} {entry.since:.3f}", text, facts)
 
 
-def _note(timeline: Timeline, kind: str, key: str, text: str, facts: Event, at: float | None = None) -> None:
+def note_alert(timeline: Timeline, kind: str, key: str, text: str, facts: Line, at: float | None = None) -> None:
+    """Record what an operator wants to hear. All hosts that do give it the same `key`."""
     timeline.note(kind, at=at, id=key, text=f"{timeline.facts.get('job', 'job')}: {text}", **facts)

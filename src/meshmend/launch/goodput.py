@@ -19,9 +19,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshmend.launch.timeline import STAGES, read_timeline
-
-Event = dict[str, Any]
+from meshmend.launch.events import (
+    Alert,
+    CompiledAhead,
+    Copies,
+    Event,
+    Restored,
+    RoundBegins,
+    Start,
+    StepDone,
+    read_event,
+)
+from meshmend.launch.timeline import STAGES, Line, read_timeline
 
 AGAIN = "steps done again"
 CAUSES = (*STAGES, "checkpoint", "data", AGAIN, "under way")
@@ -32,9 +41,7 @@ MEDIAN_MARKS = 256
 """Of these, the last ones that make up the median time of a step."""
 RECENT = 60
 """Losses of the last steps that are remembered."""
-START = ("process", "join", "fabric")
-"""Events that make up the stage "start"."""
-NUMBERED = (*START, "quorum", "restore", "step", "steps")
+NUMBERED = (Start, Restored, StepDone)
 """Events that say which round a host is in. An agent writes of the next one while its worker still ends the last."""
 
 
@@ -73,10 +80,8 @@ class HostRound:
     """Hosts whose loss is planned and compiled for."""
     lost: set[int] = field(default_factory=set)
     """Hosts that were lost since it started."""
-    short_at: float | None = None
-    """Since when the job waits, with too few hosts."""
-    short: str = ""
-    """For how many hosts it waits then, and which it has."""
+    short: Alert | None = None
+    """That the job waits, with too few hosts."""
     kept: int = 0
     kept_at: float = 0.0
     kept_every: int = 1
@@ -128,11 +133,11 @@ class HostRound:
         """Return the time at a position, if that is there and before this round's start."""
         return times[position] if position < len(times) and times[position] < self.started else default
 
-    def consists_of(self, event: Event) -> None:
+    def consists_of(self, event: Start) -> None:
         """Take from an event which hosts take part."""
-        self.chips = event.get("chips", self.chips)
-        self.hosts = tuple(event.get("hosts", self.hosts))
-        self.machine = str(event.get("machine", self.machine))
+        self.chips = self.chips if event.chips is None else event.chips
+        self.hosts = self.hosts if event.hosts is None else tuple(event.hosts)
+        self.machine = self.machine if event.machine is None else event.machine
 
     def mark(self, step: int, at: float) -> None:
         """Remember when a step was done."""
@@ -144,82 +149,88 @@ class HostRound:
 
 
 class HostHistory:
-    """The rounds of one host, from its events in order. Its size does not grow with the number of steps."""
+    """The rounds of one host, from its timeline in order. Its size does not grow with the number of steps."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.rounds: list[HostRound] = []
         self.began = 0.0
         self._refused: list[tuple[str, float, float]] = []
         self.least = self.most = 0
         """How many hosts a round needs, and how many there are."""
-        for event in events:
-            self.add(event)
+        for line in lines:
+            self.add(line)
 
-    def add(self, event: Event) -> None:
-        """Take in the next event."""
-        kind, at, seconds = event["event"], event["at"], event.get("seconds", 0.0)
+    def add(self, line: Line) -> None:
+        """Take in the next line."""
+        event = read_event(line)
         if not self.rounds:
-            self.began = at
+            self.began = event.at
         # A process's first quorum belongs to its start.
-        is_new_quorum = kind == "quorum" and self.rounds and self.rounds[-1].number
-        if kind == "process" or is_new_quorum or not self.rounds:
-            before = self.rounds[-1] if self.rounds else HostRound(at)
-            self.rounds.append(HostRound(at, saved=before.saved, saved_at=before.saved_at))
+        is_new_quorum = event.event == "quorum" and self.rounds and self.rounds[-1].number
+        if event.event == "process" or is_new_quorum or not self.rounds:
+            before = self.rounds[-1] if self.rounds else HostRound(event.at)
+            self.rounds.append(HostRound(event.at, saved=before.saved, saved_at=before.saved_at))
         now = self.rounds[-1]
-        now.ended = max(now.ended, at + seconds)
-        now.number = event.get("round", now.number) if kind in NUMBERED else now.number
-        if kind in START:
-            now.stages.append(("start", at, at + seconds))
-            now.consists_of(event)
-        elif kind == "quorum":
-            now.started, now.resumed, now.source = at, event.get("step", 0), event.get("source", "")
-            now.stages += [("rendezvous", at, at + seconds), *self._refused]
-            self._refused = []
-            now.consists_of(event)
-        elif kind == "refused":
-            self._refused.append((AGAIN, at, at + seconds))
-        elif kind == "measuring":  # it says so before, because it takes seconds, and only the first round does it
-            now.stages.append((kind, at, at))
-        elif kind in ("measure", "plan", "compile", "restore") and not now.marks:
-            # Links are measured for the plan.
-            now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))
-            if kind == "restore":
-                now.resumed, now.source = event.get("step", 0), event.get("source", "")
-                now.survives = str(event.get("survives", ""))
-                if event.get("saved", now.saved) != now.saved:
-                    now.saved, now.saved_at = event["saved"], at
-        elif kind in ("step", "steps"):
-            if kind == "steps":
-                now.mark(event["first"], event["since"])
-            now.mark(event["step"], at)
-            now.data_s += event.get("waited_s", 0.0) if len(now.marks) > 1 else 0.0
-            now.again_s += sum(end - begin for _, begin, end in self._refused) if len(now.marks) > 1 else 0.0
-            self._refused = []
-            now.examples = event.get("examples", now.examples)
-            if isinstance(event.get("loss"), int | float):
-                now.losses.append(float(event["loss"]))
-        elif kind == "checkpoint" and now.marks:
-            now.checkpoint_s += seconds
-        elif kind == "compile ahead" and "lost" in event and "problem" not in event:
-            now.covered.add(event["lost"])
-        elif kind == "round":
-            self.least, self.most = event.get("least", 0), event.get("most", 0)
-        elif kind == "kept":
-            now.kept, now.kept_at = event["step"], at
-        elif kind == "copies":
-            now.kept_every = event.get("every", 1)
-        elif kind == "saved":
-            now.saved, now.saved_at = event["step"], at
-        elif kind == "gave up":
-            now.gave_up = at
-        elif kind == "done":
-            now.over = True
-        elif kind == "host lost":
-            now.lost.update(event.get("lost", ()))
-        elif kind == "below minimum":
-            now.short_at, now.short = at, str(event.get("text", ""))
-        if kind == "restore" and event.get("source") == "memory":
-            now.kept, now.kept_at = now.resumed, at
+        now.ended = max(now.ended, event.ended)
+        now.number = event.round if isinstance(event, NUMBERED) and event.round is not None else now.number
+        self._fold(now, event)
+
+    def _fold(self, now: HostRound, event: Event) -> None:
+        kind, at = event.event, event.at
+        match event:  # most lines are of the first two
+            case StepDone():
+                if event.first is not None:
+                    now.mark(event.first, event.since)
+                now.mark(event.step, at)
+                if len(now.marks) > 1:
+                    now.data_s += event.waited_s
+                    now.again_s += sum(end - begin for _, begin, end in self._refused)
+                self._refused = []
+                now.examples = now.examples if event.examples is None else event.examples
+                now.losses.extend([] if event.loss is None else [float(event.loss)])
+            case Event(event="kept"):
+                now.kept, now.kept_at = event.step, at
+            case Start(event="quorum"):
+                now.started, now.resumed, now.source = at, event.step, event.source
+                now.stages += [("rendezvous", at, event.ended), *self._refused]
+                self._refused = []
+                now.consists_of(event)
+            case Start():
+                now.stages.append(("start", at, event.ended))
+                now.consists_of(event)
+            case Restored():
+                if not now.marks:
+                    now.stages.append((kind, at, event.ended))
+                    now.resumed, now.source, now.survives = event.step, event.source, event.survives
+                    if event.saved not in (None, now.saved):
+                        now.saved, now.saved_at = event.saved or 0, at
+                if event.source == "memory":
+                    now.kept, now.kept_at = now.resumed, at
+            case Copies():
+                now.kept_every = event.every
+            case CompiledAhead(lost=int(lost), problem=None):
+                now.covered.add(lost)
+            case RoundBegins():
+                self.least, self.most = event.least, event.most
+            case Alert(event="below minimum"):
+                now.short = event
+            case Alert(event="host lost"):
+                now.lost.update(event.lost or ())
+            case Event(event="refused"):
+                self._refused.append((AGAIN, at, event.ended))
+            case Event(event="gave up"):
+                now.gave_up = at
+            case Event(event="measuring"):  # it says so before, because it takes seconds, and only the first round does
+                now.stages.append((kind, at, at))
+            case Event(event="measure" | "plan" | "compile") if not now.marks:
+                # Links are measured for the plan.
+                now.stages.append(("plan" if kind == "measure" else kind, at, event.ended))
+            case Event(event="checkpoint") if now.marks:
+                now.checkpoint_s += event.seconds
+            case Event(event="saved"):
+                now.saved, now.saved_at = event.step, at
+            case Event(event="done"):
+                now.over = True
 
 
 @dataclass(frozen=True)
@@ -371,7 +382,7 @@ def gave_up_at(hosts: Iterable[HostHistory]) -> list[float]:
 
 def short_at(hosts: Iterable[HostHistory]) -> list[float]:
     """Return when the job began to wait for hosts, sorted."""
-    return sorted(one.short_at for host in hosts for one in host.rounds if one.short_at is not None)
+    return sorted(one.short.at for host in hosts for one in host.rounds if one.short is not None)
 
 
 def recovery_of(before: HostRound, now: HostRound, since: float, stages: dict[str, float]) -> Recovery:

@@ -18,9 +18,9 @@ from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.agent import STOPPED, HostAgent, LeaveError
+from meshmend.launch.agent_log import AgentLog
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
 from meshmend.launch.environment import LEAST_HOSTS, START_OVER, STATE_WAIT_S
-from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import SILENT_S

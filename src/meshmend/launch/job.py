@@ -23,7 +23,8 @@ from meshmend.launch.agent import SAVE_S
 from meshmend.launch.host import HostDescription
 from meshmend.launch.processes import children, die_with_parent, kill_tree
 
-Event = dict[str, Any]
+Report = dict[str, Any]
+"""What a host's agent writes to the process that has started it: "event" and "host", and facts."""
 
 LEAVE_S = SAVE_S + 3.0
 """How long hosts may take to save their state and leave, before they are killed."""
@@ -49,7 +50,7 @@ class HostProcesses:
         *,
         secret: str,
         on_line: Callable[[int, str], None] = lambda *_: None,
-        on_event: Callable[[Event], None] = lambda _: None,
+        on_event: Callable[[Report], None] = lambda _: None,
     ) -> None:
         self._secret = secret
         self._on_line = on_line

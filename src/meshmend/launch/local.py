@@ -24,7 +24,7 @@ from typing import Self
 from meshmend.errors import LaunchError
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.job import Event, HostProcesses
+from meshmend.launch.job import HostProcesses, Report
 from meshmend.launch.membership import SILENT_S, START_S
 from meshmend.launch.processes import die_with_parent, free_port
 from meshmend.launch.signing import KEY_ENDS
@@ -62,7 +62,7 @@ class LocalJob:
         state_wait_s: float = 0.0,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         on_line: Callable[[int, str], None] = lambda *_: None,
-        on_event: Callable[[Event], None] = lambda _: None,
+        on_event: Callable[[Report], None] = lambda _: None,
     ) -> None:
         self.argv = list(argv)
         self.hosts = hosts

@@ -1,20 +1,38 @@
 """Which hosts a job has, and when they start together: the store's decisions, without its sockets.
 
-There is one store, and only it decides who is in a round. So two groups of hosts can never train as two jobs, however
-slow or cut off some of them are, and a host that was left out is stopped before it may take part again.
+There is one store, and only it decides who is in a round. A host that was left out is stopped before it may take part
+again. A store that takes the place of another knows only what hosts tell it: if those that come first have all been
+restarted, it starts a round without the ones that still train in the old one and are cut off from it.
 
-A round is the time from one start of the workers to the next. It ends when a host of it is lost, when one asks for a
-new round (its worker has failed), or when another host has come. Its hosts then stop their workers and ask for the next
-round, which starts as soon as all hosts that are there have asked: no keep-alive has to run out and nobody is waited
+A round is the time from one start of the workers to the next. When it ends, its hosts stop their workers and ask for
+the next, which starts as soon as all hosts that are there have asked: no keep-alive has to run out and nobody is waited
 for, because a host that dies breaks its connection. Only hosts that freeze or lose their network are found by silence.
+
+A job is in one `JobPhase`, and these are all its changes:
+
+| phase      | next       | when                                                                                    |
+|------------|------------|-----------------------------------------------------------------------------------------|
+| gathering  | running    | enough hosts have asked, and the others have had their time to come                     |
+| gathering  | adopted    | a host comes that trains in a round of an earlier store                                 |
+| gathering  | finishing  | a host comes that has finished, after an earlier store had ended its round              |
+| gathering  | over       | a host gives up                                                                         |
+| adopted    | running    | all hosts of the round have come back                                                   |
+| adopted    | restarting | a host does not come back, or comes without its worker; or as from running              |
+| adopted    | finishing  | a host has finished                                                                     |
+| adopted    | over       | a host gives up, or the script has raised an error on all hosts that are back           |
+| running    | restarting | a host or a worker fails, the script raises an error on some hosts, or others have come |
+| running    | finishing  | a host has finished                                                                     |
+| running    | over       | a host gives up, or the script has raised an error on every host                        |
+| restarting | running    | all hosts that are there have asked, and enough of them are joined by cables            |
+| restarting | finishing  | a host had finished before it heard that its round had ended                            |
+| restarting | over       | a host gives up                                                                         |
+| finishing  | over       | no host runs any more, one gives up, or the script raises an error on those that run    |
 
 Where lost hosts cut the mesh in two, the larger part trains, and the hosts of the other wait until they are joined to
 it again: gradients cannot be summed over parts that no cable joins.
 
-Once a host has finished, the last step is done and nothing starts again. The job ends when no host runs any more, and
-how it ends depends on what happened to each host, not on the order in which the store heard of it.
-
-A heartbeat costs the same whatever the number of hosts, a round a few messages per host.
+How a job ends depends on what happened to each host, not on the order in which the store heard of it. A heartbeat costs
+the same whatever the number of hosts, a round a few messages per host.
 """
 
 from __future__ import annotations
@@ -23,6 +41,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from meshmend.errors import MeshmendError
@@ -61,6 +80,22 @@ def address_elsewhere(address: str, store_at: str) -> str:
     return store_at if store_at and is_loopback(address) else address
 
 
+class JobPhase(Enum):
+    """What a job does, as its store sees it."""
+
+    GATHERING = "gathering"
+    """No round has run in this store."""
+    ADOPTED = "adopted"
+    """A round of an earlier store runs, and some of its hosts have not come back yet."""
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    """A round has ended: its hosts stop their workers and ask for the next."""
+    FINISHING = "finishing"
+    """A host has finished, so the last step is done: nothing starts again."""
+    OVER = "over"
+    """Nobody is admitted any more."""
+
+
 class RefusedError(Exception):
     """A host cannot be a member, for a reason that its user should read. `retryable`: it may be admitted later."""
 
@@ -92,6 +127,26 @@ class Round:
 
 
 @dataclass
+class _Fates:
+    """What has become of the hosts of the round that runs or ran last."""
+
+    hosts: frozenset[int] = frozenset()
+    lost: set[int] = field(default_factory=set)
+    """Those that are lost since, which is why workers of others fail."""
+    failed: str = ""
+    """Which worker failed by itself, and why."""
+    raised: dict[int, str] = field(default_factory=dict)
+    """Hosts whose script has raised an error, which is no consequence of a loss."""
+    raised_at: float = 0.0
+    """When the first of them did."""
+    finished: int | None = None
+    """The first host whose worker has finished."""
+    missing: set[int] = field(default_factory=set)
+    """In an adopted round: hosts that have not come back yet, also while it ends."""
+    missing_until: float = 0.0
+
+
+@dataclass
 class Membership:
     """The members of a job. Give it what happens; send what is in `outbox`, in order, and show what is in `news`."""
 
@@ -110,6 +165,7 @@ class Membership:
     """Messages to members; one that goes to many is the same object."""
     news: list[str] = field(default_factory=list)
     """What has been decided, for people."""
+    phase: JobPhase = JobPhase.GATHERING
     round: Round | None = None
     """The one that runs; None between rounds."""
     number: int = 0
@@ -124,38 +180,23 @@ class Membership:
     """Each host's connection."""
     _in: dict[str, set[Hashable]] = field(default_factory=lambda: {state: set() for state in STATES})
     """Members by their state."""
-    _fresh: bool = True
-    """Whether this store has not seen a round yet."""
+    _fates: _Fates = field(default_factory=_Fates)
     _arrived_at: float = 0.0
     _ended_at: float = 0.0
     """When the last round ended."""
     _ticked_at: float | None = None
-    _missing: set[int] = field(default_factory=set)
-    """Hosts of an adopted round that have not come back yet."""
-    _missing_until: float = 0.0
+    _awake_since: float = 0.0
+    """When the store last woke up after a pause, during which it could not hear anybody."""
     _asked: bool = False
     """Whether a host has asked for a round since it was last seen who can train together: that takes time."""
     _short: bool = False
     """Whether the hosts know that they wait because they are too few."""
-    _finished: int | None = None
-    """The first host whose worker has finished."""
-    _failed: str = ""
-    """Which worker of the last round failed by itself, and why."""
-    _raised: dict[int, str] = field(default_factory=dict)
-    """Hosts of the round whose script has raised an error, which is no consequence of a loss."""
-    _raised_at: float = 0.0
-    """When the first of them did."""
-    _were: frozenset[int] = frozenset()
-    """Hosts of the last round."""
-    _lost: set[int] = field(default_factory=set)
-    """Those of them that are lost since, which is why workers of others fail."""
 
     def arrive(self, key: Hashable, hello: Message, address: str, now: float) -> None:
         """Admit a host; raise `RefusedError` if it cannot be."""
         host, machine = int(hello["host"]), str(hello["machine"])
         least, most = (int(n) for n in hello["hosts"])
-        if self.over is not None:
-            raise RefusedError(f"this job is over: {self.over['why']}. Start a new store for a new job")
+        self._check_admits()
         if not 0 <= host < MAX_HOSTS:
             raise RefusedError(f"its number is {host}, expected one from 0 to {MAX_HOSTS - 1}")
         if machine:
@@ -176,7 +217,7 @@ class Membership:
             )
         if (other := self._keys.get(host)) is not None:
             member = self.members[other]
-            if now - member.heard_at < 2 * BEAT_S:
+            if now - self._heard_at(member) < 2 * BEAT_S:
                 # It may be what is left of a host that has just been restarted: that one will fall silent.
                 raise RefusedError(
                     f"another process, at {member.address}, is host {host} already: give each its own --host-index",
@@ -184,6 +225,7 @@ class Membership:
                 )
             self.outbox.append((other, {"type": "dropped"}))
             self.leave(other, "its process was replaced by a new one", now)
+            self._check_admits()  # it may have been the last that ran
         if len(self.members) >= self.most:
             raise RefusedError(f"the job has {self.most} hosts already, as many as --hosts allows")
         self.members[key] = Participant(host, str(hello.get("address") or address), now)
@@ -195,11 +237,13 @@ class Membership:
         running = hello.get("running")
         if running is not None:
             self._take_back(key, Round(int(running["number"]), str(running["name"]), tuple(running["hosts"])), now)
-        if host in self._missing:
-            self._missing.remove(host)
-            self._missing_until = now + self.silent_s
+        if host in self._fates.missing:
+            self._fates.missing.remove(host)
+            self._fates.missing_until = now + self.silent_s
             if self.round is not None and self.members[key].state != "running":
                 self._end_lost([host], AWAY, now)
+            elif self.phase is JobPhase.ADOPTED and not self._fates.missing:
+                self._enter(JobPhase.RUNNING)
 
     def on_message(self, key: Hashable, message: Message, now: float) -> None:
         """Take a message of a member: beat, join, raised, done or failed."""
@@ -207,24 +251,26 @@ class Membership:
         member.heard_at = now
         self.members.move_to_end(key)
         kind = message["type"]
-        if kind == "beat" or self.over is not None:
+        if kind == "beat" or self.phase is JobPhase.OVER:
             return
         if kind == "join":
             was, member.port, self._asked = member.state, int(message["port"]), True
             self._move(key, "waiting")
             if was == "running":
                 why = message.get("why") or "its worker has ended"
-                if not self._lost:
-                    self._failed = self._failed or f"host {member.host}: {why}"
-                if self._finished is None:
+                if not self._fates.lost:
+                    self._fates.failed = self._fates.failed or f"host {member.host}: {why}"
+                if self.phase is not JobPhase.FINISHING:
                     self._end_round(f"host {member.host} starts again: {why}", now)
         elif kind == "raised":
             if member.state == "running":
-                self._raised_at = self._raised_at if self._raised else now
-                self._raised.setdefault(member.host, str(message.get("why", "")))
+                self._fates.raised_at = self._fates.raised_at if self._fates.raised else now
+                self._fates.raised.setdefault(member.host, str(message.get("why", "")))
         elif kind == "done":
             self._move(key, "done")
-            self._finished = member.host if self._finished is None else self._finished
+            if self.phase is not JobPhase.FINISHING:
+                self._fates.finished = member.host
+                self._enter(JobPhase.FINISHING)
         elif kind == "failed":
             self._end_job(ok=False, why=f"host {member.host} gave up: {message.get('why', '')}")
         self._check_finished()
@@ -239,21 +285,21 @@ class Membership:
 
         Call it when everything that had arrived at `now` has been heard.
         """
-        if self.over is not None:
+        if self.phase is JobPhase.OVER:
             return
         if self._ticked_at is not None and now - self._ticked_at > 2 * BEAT_S:
             # It was the store that slept, not its members; what they said meanwhile may still be on its way.
-            for member in self.members.values():
-                member.heard_at = max(member.heard_at, now)
+            self._awake_since = now
         self._ticked_at = now
         silent = []
         for key, member in self.members.items():
-            if now - member.heard_at <= self.silent_s:
+            if now - self._heard_at(member) <= self.silent_s:
                 break
             silent.append(key)
         if silent:
             self.outbox += [(key, {"type": "dropped"}) for key in silent]
-            self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
+            silence_s = now - self._heard_at(self.members[silent[-1]])
+            self._lose(silent, f"not heard from for {silence_s:.0f} s", now)
         self._check_adopted(now)
         self._check_raised(now)
         self._check_finished()
@@ -263,16 +309,28 @@ class Membership:
         """Return how many seconds may pass until `tick` is due."""
         since = max(self._arrived_at, self._ended_at)
         times = [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, since + self.ask_s]
-        times += [self._missing_until] if self._missing else []
-        times += [self._raised_at + self.raised_s] if self._raised else []
+        times += [self._fates.missing_until] if self._fates.missing else []
+        times += [self._fates.raised_at + self.raised_s] if self._fates.raised else []
         if self.members:
-            times.append(next(iter(self.members.values())).heard_at + self.silent_s)
+            times.append(self._heard_at(next(iter(self.members.values()))) + self.silent_s)
         return min(max(0.01, min((at - now for at in times if at > now), default=BEAT_S)), self.silent_s / 2)
+
+    def _enter(self, phase: JobPhase) -> None:
+        """Change the phase, as the table above allows."""
+        self.phase = phase
+
+    def _check_admits(self) -> None:
+        if self.over is not None:
+            raise RefusedError(f"this job is over: {self.over['why']}. Start a new store for a new job")
+
+    def _heard_at(self, member: Participant) -> float:
+        """Return since when a member is silent. A pause of the store is nobody's silence."""
+        return max(member.heard_at, self._awake_since)
 
     def _advance(self, now: float) -> None:
         """End a round for newcomers, or start the next one, if it is time."""
         waiting = self._in["waiting"]
-        if not waiting or not self._asked or self._missing or self._finished is not None:
+        if not waiting or not self._asked or self._fates.missing or self.phase in (JobPhase.FINISHING, JobPhase.OVER):
             return
         if self.round is not None:
             if now >= self._arrived_at + self.settle_s:
@@ -284,7 +342,7 @@ class Membership:
         if len(waiting) < len(self.members) and now < max(self._arrived_at, self._ended_at) + self.ask_s:
             return
         # A store that knows the job knows who is missing and why; a new one gives the others time to come.
-        wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
+        wait_s = (self.silent_s if self.number else self.start_s) if self.phase is JobPhase.GATHERING else 0.0
         if len(waiting) < self.most and now < self._arrived_at + wait_s:
             return
         self._asked = False
@@ -300,27 +358,27 @@ class Membership:
 
     def _check_raised(self, now: float) -> None:
         """End the job if the script has raised an error on every host, or the round if it has on some of them."""
-        if not self._raised or self.over is not None:
+        fates = self._fates
+        if not fates.raised or self.phase is JobPhase.OVER:
             return
-        first = min(self._raised)
-        why = self._raised[first]
-        if self._raised.keys() >= {*self._hosts_of(self._in["running"])} and not self._lost:
-            who = f"host {first}" if len(self._raised) == 1 else "every host"
-            done = f", after host {self._finished} had finished" * (self._finished is not None)
+        first = min(fates.raised)
+        why = fates.raised[first]
+        if fates.raised.keys() >= {*self._hosts_of(self._in["running"])} and not fates.lost:
+            who = f"host {first}" if len(fates.raised) == 1 else "every host"
+            done = f", after host {fates.finished} had finished" * (self.phase is JobPhase.FINISHING)
             self._end_job(ok=False, why=f"the script raised an error on {who}{done}: {why}")
-        elif now >= self._raised_at + self.raised_s and self._finished is None:
+        elif now >= fates.raised_at + self.raised_s and self.phase is not JobPhase.FINISHING:
             self._end_round(f"host {first} starts again: its script raised {why}", now)
 
     def _check_finished(self) -> None:
         """End the job if every host that trained has ended; those that came later wait for nothing more."""
-        if self._finished is None or self.over is not None:
+        fates = self._fates
+        if self.phase is not JobPhase.FINISHING or self._in["running"] or self._in["idle"] or fates.missing:
             return
-        if self._in["running"] or self._in["idle"] or self._missing:
-            return
-        if self._failed and not self._lost:
-            self._end_job(ok=False, why=f"{self._failed}, after host {self._finished} had finished")
+        if fates.failed and not fates.lost:
+            self._end_job(ok=False, why=f"{fates.failed}, after host {fates.finished} had finished")
         else:
-            not_done = self._lost.union(self._hosts_of(self._in["waiting"]))
+            not_done = fates.lost.union(self._hosts_of(self._in["waiting"]))
             self._end_job(ok=True, why="all hosts have finished" + f", except {name_hosts(not_done)}" * bool(not_done))
 
     def _hosts_of(self, keys: Iterable[Hashable]) -> list[int]:
@@ -338,8 +396,8 @@ class Membership:
 
     def _start_round(self, hosts: tuple[int, ...]) -> None:
         before, self.number = self.number, max(self.number, self.rounds_before) + 1
-        self._fresh = self._short = False
-        self._failed, self._lost, self._were = "", set(), frozenset(hosts)
+        self._enter(JobPhase.RUNNING)
+        self._short, self._fates = False, _Fates(frozenset(hosts))
         self.round = Round(self.number, secrets.token_hex(8), hosts)
         first = self.members[self._keys[hosts[0]]]
         address = address_elsewhere(first.address, self.store_at)
@@ -361,13 +419,15 @@ class Membership:
     def _end_round(self, why: str, now: float, lost: int | None = None) -> None:
         number = self.round.number if self.round else 0
         message: Message = {"type": "stop", "why": why, "lost": lost, "number": number}
-        self.round, self._ended_at, self._asked, self._raised = None, now, True, {}
+        self._enter(JobPhase.RESTARTING)
+        self.round, self._ended_at, self._asked, self._fates.raised = None, now, True, {}
         for key in list(self._in["running"]):
             self._move(key, "idle")
             self.outbox.append((key, message))
         self.news.append(why)
 
     def _end_job(self, *, ok: bool, why: str) -> None:
+        self._enter(JobPhase.OVER)
         self.over, self.round = {"ok": ok, "why": why}, None
         message = {"type": "over", **self.over}
         self.outbox += [(key, message) for key in self.members]
@@ -380,35 +440,35 @@ class Membership:
             member = self.members.pop(key)
             del self._keys[member.host]
             self._in[member.state].discard(key)
-            if member.state != "done" and member.host in self._were:
-                self._lost.add(member.host)
+            if member.state != "done" and member.host in self._fates.hosts:
+                self._fates.lost.add(member.host)
             if member.state == "running":
                 running.append(member.host)
         self._asked = True
-        if running and self.over is None:
+        if running and self.phase is not JobPhase.OVER:
             self._end_lost(sorted(running), why, now)
 
     def _end_lost(self, hosts: list[int], why: str, now: float) -> None:
-        self._lost.update(hosts)
+        self._fates.lost.update(hosts)
         text = f"{name_hosts(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: {why}"
-        if self._finished is None:
-            self._end_round(text, now, lost=hosts[0])
-        else:
+        if self.phase is JobPhase.FINISHING:
             self.news.append(text)  # the last step is done: there is nothing to start again for
+        else:
+            self._end_round(text, now, lost=hosts[0])
 
     def _take_back(self, key: Hashable, claimed: Round, now: float) -> None:
         """Continue the round that a host runs in, if this store has just been started; otherwise stop that host."""
-        if self._fresh:
-            self._fresh, self.round, self.number = False, claimed, max(self.number, claimed.number)
-            self._were = frozenset(claimed.hosts)
-            host = self.members[key].host
-            here = self._were & self._keys.keys() - {host}
-            self._missing = set(self._were - here)
+        if self.phase is JobPhase.GATHERING:
+            self._enter(JobPhase.ADOPTED)
+            self.round, self.number = claimed, max(self.number, claimed.number)
+            hosts = frozenset(claimed.hosts)
+            here = hosts & self._keys.keys() - {self.members[key].host}
+            self._fates = _Fates(hosts, missing=set(hosts - here))
             if here:
                 self._end_lost(sorted(here), AWAY, now)
         if self.round is not None and self.round.name == claimed.name:
             self._move(key, "running")
-            self._lost.discard(self.members[key].host)
+            self._fates.lost.discard(self.members[key].host)
         else:
             self._move(key, "idle")
             why = "its round has ended while this host was cut off from the store"
@@ -416,8 +476,8 @@ class Membership:
 
     def _check_adopted(self, now: float) -> None:
         """Wait no longer for hosts of an adopted round that do not come back, and end it if it still runs."""
-        if self._missing and now >= self._missing_until:
-            missing, self._missing = sorted(self._missing), set()
+        if self._fates.missing and now >= self._fates.missing_until:
+            missing, self._fates.missing = sorted(self._fates.missing), set()
             if self.round is not None:
                 who = "it" if len(missing) == 1 else "they"
                 self._end_lost(missing, f"{who} did not come back to the store", now)

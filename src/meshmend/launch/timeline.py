@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 
 from meshmend.files import locked
 
-Event = dict[str, Any]
+Line = dict[str, Any]
+"""An event as it is written. `launch.events` has the kinds of events and their fields."""
 
 STAGES = ("detect", "rendezvous", "waiting", "start", "plan", "compile", "restore", "first step")
 """What a recovery is made of, in order; "waiting" is for hosts, while there are too few."""
@@ -60,7 +61,7 @@ class Timeline:
         self.path = Path(path) if path is not None else None
         self.max_bytes = max_bytes
         self.facts = facts
-        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[Line] = deque(maxlen=MAX_EVENTS)
         self._changed = threading.Condition()
         self._lines: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
         """Lines that are still to be written, each with its number."""
@@ -70,12 +71,12 @@ class Timeline:
         self._error: OSError | None = None
         self._warned = False
 
-    def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
+    def note(self, event: str, *, at: float | None = None, **facts: Any) -> Line:
         """Record an event; `at` is its time, by default now.
 
         It is in the file when this returns, unless the disk hangs: then it will be when the disk is back.
         """
-        line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
+        line: Line = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
         if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 8):
             line = {"at": line["at"], "event": event[:100], "left_out_bytes": len(text)}
@@ -161,7 +162,7 @@ class Timeline:
             )
 
     @contextmanager
-    def timed(self, event: str, **facts: Any) -> Iterator[Event]:
+    def timed(self, event: str, **facts: Any) -> Iterator[Line]:
         """Record an event when it is over, with its seconds; more facts may be put into what is yielded."""
         started, more = time.time(), dict(facts)
         yield more
@@ -195,22 +196,22 @@ def _write(path: Path, text: bytes, below: int | None = None) -> bool:
         os.close(handle)
 
 
-def _events(file: BinaryIO, until: int) -> Iterator[Event]:
+def _events(file: BinaryIO, until: int) -> Iterator[Line]:
     """Return the events before an offset, each as it is read: all at once would take a hundred megabytes."""
     while file.tell() < until:
         if (event := parse(file.readline())) is not None:
             yield event
 
 
-def condense(events: Iterable[Event]) -> Iterator[Event]:
+def condense(events: Iterable[Line]) -> Iterator[Line]:
     """Return the events with runs of steps made one each.
 
     >>> steps = [{"at": float(n), "event": "step", "step": n, "loss": 1 / n, "host": 0} for n in (1, 2, 3)]
     >>> list(condense(steps))
     [{'at': 3.0, 'event': 'steps', 'host': 0, 'first': 1, 'step': 3, 'since': 1.0, 'loss': 0.3333333333333333}]
     """
-    run: list[Event] = []
-    kept: Event | None = None
+    run: list[Line] = []
+    kept: Line | None = None
     for event in events:
         if event["event"] == "kept":
             kept = event
@@ -226,13 +227,13 @@ def condense(events: Iterable[Event]) -> Iterator[Event]:
     yield from _condensed(run, kept)
 
 
-def _belongs(event: Event, run: list[Event]) -> bool:
+def _belongs(event: Line, run: list[Line]) -> bool:
     """Whether a step goes on with a run of them: the next number, of the same round, and the run is not full."""
     same = all(event.get(name) == run[-1].get(name) for name in ("round", "chips"))
     return same and event["step"] == run[-1]["step"] + 1 and len(run) < MAX_STEPS
 
 
-def _condensed(run: list[Event], kept: Event | None) -> Iterator[Event]:
+def _condensed(run: list[Line], kept: Line | None) -> Iterator[Line]:
     if run:
         facts = {name: value for name, value in run[-1].items() if name not in ("event", "step", "loss", "waited_s")}
         waited = sum(event.get("waited_s", 0.0) for event in run)
@@ -255,7 +256,7 @@ def timeline_of(folder: Path, host: str | int) -> Path:
     return folder / "timeline" / f"host-{host}.jsonl"
 
 
-def read_timeline(path: str | Path) -> list[Event]:
+def read_timeline(path: str | Path) -> list[Line]:
     """Return the events of a host, oldest first; torn lines (of a killed writer) are left out.
 
     In a file that has been full, an event called "steps" stands for many.
@@ -276,7 +277,7 @@ class Tail:
         self._first = b""
         self._offset = 0
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[Line]:
         """Return the events since the last time. A line that is not whole yet is left for the next time.
 
         That there is a copy of a step is left out where there is one of a later step: those are half of the lines.
@@ -300,12 +301,12 @@ class Tail:
         return parse_lines(b"".join(lines))
 
 
-def parse_lines(data: bytes) -> list[Event]:
+def parse_lines(data: bytes) -> list[Line]:
     """Return the events of whole lines."""
     lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
     try:
         # All at once takes a third of the time, and torn lines are rare.
-        found: list[Event] = json.loads(b"[" + b",".join(lines) + b"]")
+        found: list[Line] = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         found = []
     if len(found) != len(lines) or not all(map(_is_event, found)):
@@ -313,7 +314,7 @@ def parse_lines(data: bytes) -> list[Event]:
     return found[1:] if found and found[0]["event"] == MARK else found
 
 
-def parse(line: bytes) -> Event | None:
+def parse(line: bytes) -> Line | None:
     """Return the event of a whole line, None if it is none."""
     if not line.endswith(b"\n"):
         return None
@@ -325,7 +326,7 @@ def parse(line: bytes) -> Event | None:
 
 
 def _is_event(found: Any) -> bool:
-    return isinstance(found, dict) and "at" in found and "event" in found
+    return isinstance(found, dict) and isinstance(found.get("event"), str) and isinstance(found.get("at"), int | float)
 
 
 def process_started_at() -> float:

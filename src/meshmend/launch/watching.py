@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError, QuarantineError
+from meshmend.launch.events import Alert, Start, read_event
 from meshmend.launch.goodput import (
     HostHistory,
     HostRound,
@@ -51,11 +52,11 @@ class Watch:
             if found is not None:
                 self._tails.setdefault(found[1], Tail(path))
         for name, tail in self._tails.items():
-            events = tail.read()
+            lines = tail.read()
             if tail.is_anew:
                 self.histories[name] = HostHistory()
-            for event in events:
-                self.histories[name].add(event)
+            for line in lines:
+                self.histories[name].add(line)
 
     def account(self, until: float | None = None) -> TimeAccount | None:
         """Return where the time went so far; None before the first step."""
@@ -110,11 +111,11 @@ class Watch:
             return "recovering"
         return "stalled" if time.time() - last > max(QUIET_STEPS * account.step_s, 1.0) else "training"
 
-    def _short(self, since: float) -> HostRound | None:
-        """Return a host's round after which the job waits for hosts, None if it does not."""
+    def _short(self, since: float) -> Alert | None:
+        """Return what a host has said of the hosts that the job waits for, None if it does not."""
         latest = list(self.latest.values())
         begun = max(since, *(one.started for one in latest), 0.0)
-        return next((one for one in latest if one.short_at is not None and one.short_at > begun), None)
+        return next((one.short for one in latest if one.short is not None and one.short.at > begun), None)
 
     def account_now(self) -> tuple[TimeAccount | None, str]:
         """Return the account of a job and its state. A job that waits or recovers writes nothing, and time passes."""
@@ -131,8 +132,8 @@ class Watch:
         return JobSnapshot(
             folder=str(self.folder),
             state=state,
-            waiting="" if short is None else short.short,
-            waiting_s=0.0 if short is None or short.short_at is None else time.time() - short.short_at,
+            waiting="" if short is None else short.text,
+            waiting_s=0.0 if short is None else time.time() - short.at,
             account=account,
             started=tuple(latest),
             losses=next((tuple(one.losses) for one in latest.values() if one.losses), ()),
@@ -154,9 +155,9 @@ def read_quarantine(folder: Path) -> tuple[tuple[Quarantined, ...], str]:
 def find_machine(folder: str | Path) -> Hosts | None:
     """Return the machine that the job in a folder last ran on, None if no timeline there says so."""
     for path in timelines(folder):
-        for event in reversed(read_timeline(path)):
-            if event["event"] in ("fabric", "quorum") and isinstance(event.get("machine"), str):
-                return Hosts.read(event["machine"])
+        for event in map(read_event, reversed(read_timeline(path))):
+            if isinstance(event, Start) and event.machine is not None:
+                return Hosts.read(event.machine)
     return None
 
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torchft
 
 from meshmend.errors import ParameterError, QuarantineError, name_chip
+from meshmend.launch.agent_log import QuorumLog
 from meshmend.launch.environment import find_job
-from meshmend.launch.events import QuorumLog, note_quarantined
+from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import Timeline, process_started_at, timeline_of
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect

@@ -26,7 +26,7 @@ from meshmend.errors import ParameterError
 from meshmend.launch.goodput import HostHistory, gave_up_at
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
-from meshmend.launch.timeline import STAGES, read_timeline, timeline_of
+from meshmend.launch.timeline import STAGES, Line, read_timeline, timeline_of
 from meshmend.topology import name_shape, parse_shape
 from meshmend_lab.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend_lab.errors import LabError
@@ -44,7 +44,6 @@ LOSS_TOLERANCE = 1e-3
 SECRET = secrets.token_hex(32)
 """Of all jobs here: what one has compiled and signed, the next one loads."""
 
-Event = dict[str, Any]
 SHARDS = ("update", "fsdp")
 """What a job may shard over its chips."""
 
@@ -283,7 +282,7 @@ class Run:
             of_store=kill.store_away_s is not None,
         )
 
-    def events(self, host: int) -> list[Event]:
+    def events(self, host: int) -> list[Line]:
         """Return a host's timeline."""
         return read_timeline(timeline_of(self.folder, host))
 

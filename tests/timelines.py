@@ -1,0 +1,20 @@
+"""What the lines of a timeline may have, by `launch.events`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshmend.launch.events import KINDS, fields_of
+from meshmend.launch.timeline import Line
+
+
+def names_of(kind: str) -> set[str]:
+    """Return the fields of a kind of events."""
+    read, for_people = KINDS[kind]
+    return {*fields_of(read), *for_people.split(), "job", "host", "process"}
+
+
+def check_fields(lines: Iterable[Line]) -> None:
+    """Check that each line is of a known kind, and has no other fields than that."""
+    for line in lines:
+        assert set(line) <= names_of(line["event"]), line
