@@ -29,7 +29,7 @@ from meshmend.cli.options import (
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import approved, plain, working
 from meshmend.cost.units import format_bytes
-from meshmend.drawing import WHAT, draw, draw_routes
+from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
 from meshmend.errors import Coordinate, DrawingError, ParameterError, name_chip
 from meshmend.extras import require
@@ -118,31 +118,41 @@ def command(
     if route is not None:
         if any(other is not None for other in (planner, what, chunk, steps)):
             raise DrawingError("--route already determines the plan: leave out the other options of the plan.")
-        pairs = None if route == [ALL] else [_read_route(text) for text in route]
         mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
-        if output is None:
-            _tell_routes(mesh, pairs, scheme, channels, json)
-            return
-        if pairs is None or scheme is not None or channels is not None:
-            raise DrawingError("A picture shows single routes, as plans take them: leave out -o, or name two chips.")
-        drawing = draw_routes(mesh, pairs, output)
-        facts: dict[str, Any] = {**mesh_facts(mesh), "planner": None}
+        _routes(mesh, route, scheme, channels, output, json)
+        return
+    if output is None:
+        raise typer.BadParameter("Missing option '-o': name the picture's file, or ask for routes with --route.")
+    if scheme is not None or channels is not None:
+        raise ParameterError("--scheme and --channels are of routes: give --route, too.")
+    if file is not None:
+        schedule = load_plan(file, *given, proven=False)
     else:
-        if output is None:
-            raise typer.BadParameter("Missing option '-o': name the picture's file, or ask for routes with --route.")
-        if scheme is not None or channels is not None:
-            raise ParameterError("--scheme and --channels are of routes: give --route, too.")
-        if file is not None:
-            schedule = load_plan(file, *given, proven=False)
-        else:
-            mesh = _mesh(machine, plan_of, holes)
-            check_size(mesh)
-            hardware = machine.hardware(auto.hardware)
-            chosen = tuned_planner(planner or Auto.name, auto.payload, hardware, collective=collective)
-            with working(f"planning and proving {mesh}", json):
-                schedule = plan(mesh, chosen)
-        facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
-        drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
+        mesh = _mesh(machine, plan_of, holes)
+        check_size(mesh)
+        hardware = machine.hardware(auto.hardware)
+        chosen = tuned_planner(planner or Auto.name, auto.payload, hardware, collective=collective)
+        with working(f"planning and proving {mesh}", json):
+            schedule = plan(mesh, chosen)
+    drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
+    _tell_drawing({**mesh_facts(schedule.mesh), "planner": schedule.planner}, drawing, json)
+
+
+def _routes(
+    mesh: Mesh, texts: list[str], scheme: str | None, channels: int | None, output: Path | None, json: bool
+) -> None:
+    """Draw routes, or tell of them."""
+    pairs = None if texts == [ALL] else [_read_route(text) for text in texts]
+    if output is None:
+        _tell_routes(mesh, pairs, scheme, channels, json)
+        return
+    if pairs is None or scheme is not None or channels is not None:
+        raise DrawingError("A picture shows single routes, as plans take them: leave out -o, or name two chips.")
+    _tell_drawing({**mesh_facts(mesh), "planner": None}, draw_routes(mesh, pairs, output), json)
+
+
+def _tell_drawing(facts: dict[str, Any], drawing: Drawing, json: bool) -> None:
+    """Say what was drawn, and where."""
     written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
     shown = {"shows": drawing.what, "file": plain(drawing.path), "size": format_bytes(drawing.n_bytes)}
     print_result(json, facts | written, "Drawing", shown)

@@ -115,7 +115,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     (' Did you mean chunks?', ' Did you mean hop_latency_s?')
     """
     names = list(known)
-    near = get_close_matches(name, names, n=1) or [one for one in names if name in one]
+    near = get_close_matches(name, names, n=1) or [one for one in names if name in one or one in name]
     return f" Did you mean {near[0]}?" if near else ""
 
 
