@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshmend import Mesh, Op, Schedule, routing
 from meshmend.drawing.geometry import (
-    MAX_LANE,
+    MAX_OFFSET,
     STUB,
     FigureLayout,
     Points,
@@ -61,13 +61,13 @@ def test_every_line_leaves_its_source_and_ends_at_its_destination(mesh: Mesh, da
     rank = st.integers(0, mesh.n_chips - 1)
     pairs = data.draw(st.lists(st.tuples(rank, rank).filter(lambda p: p[0] != p[1]), min_size=1, max_size=8))
     layout = FigureLayout(mesh)
-    for lanes in ("beside", "behind"):
-        found = strokes(layout, [a for a, _ in pairs], [b for _, b in pairs], chip=CHIP, lanes=lanes)
+    for offsets in ("beside", "behind"):
+        found = strokes(layout, [a for a, _ in pairs], [b for _, b in pairs], chip=CHIP, offsets=offsets)
         assert len(found) == len(pairs)
         for stroke, (src, dst) in zip(found, pairs, strict=True):
             assert (stroke.src, stroke.dst) == (src, dst)
-            assert np.abs(stroke.pieces[0][0] - layout.live[src]).max() <= MAX_LANE + 1e-9
-            assert np.abs(stroke.pieces[-1][-1] - layout.live[dst]).max() <= MAX_LANE + 1e-9
+            assert np.abs(stroke.pieces[0][0] - layout.live[src]).max() <= MAX_OFFSET + 1e-9
+            assert np.abs(stroke.pieces[-1][-1] - layout.live[dst]).max() <= MAX_OFFSET + 1e-9
             assert all(np.isfinite(piece).all() for piece in stroke.pieces)
 
 
@@ -78,8 +78,8 @@ def test_no_line_crosses_a_hole(hole: str) -> None:
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, mesh.n_chips, (2, 60))
     src, dst = src[src != dst], dst[src != dst]
-    for lanes in ("beside", "behind"):
-        for stroke in strokes(layout, src, dst, chip=CHIP, lanes=lanes):
+    for offsets in ("beside", "behind"):
+        for stroke in strokes(layout, src, dst, chip=CHIP, offsets=offsets):
             points = sampled(stroke)
             distance = np.abs(points[:, None, :] - layout.failed[None]).max(axis=2)
             assert distance.min() > CHIP
@@ -89,7 +89,7 @@ def test_lines_keep_to_the_links_of_their_route() -> None:
     mesh = Mesh("6x6", failed=["2x2@2,2"])
     layout = FigureLayout(mesh)
     src, dst = mesh.rank((2, 0)), mesh.rank((3, 5))
-    (stroke,) = strokes(layout, [src], [dst], chip=CHIP, lanes="behind")
+    (stroke,) = strokes(layout, [src], [dst], chip=CHIP, offsets="behind")
     walk = routing.trace(mesh, [src], [dst])
     assert stroke.n_hops == len(walk.link)
     ends = [mesh.link_ends(int(link)) for link in walk.link]
@@ -100,11 +100,11 @@ def test_lines_keep_to_the_links_of_their_route() -> None:
 
 def test_routes_that_share_a_cable_lie_beside_each_other() -> None:
     mesh = Mesh("1x8")
-    for lanes in ("beside", "behind"):
-        found = strokes(FigureLayout(mesh), [0, 1, 2, 0], [5, 6, 7, 7], chip=CHIP, lanes=lanes)
+    for offsets in ("beside", "behind"):
+        found = strokes(FigureLayout(mesh), [0, 1, 2, 0], [5, 6, 7, 7], chip=CHIP, offsets=offsets)
         heights = [float(sampled(stroke)[np.abs(sampled(stroke)[:, 0] - 4).argmin(), 1]) for stroke in found]
         assert np.diff(np.sort(heights)).min() > 0.02
-        assert np.abs(heights).max() <= MAX_LANE
+        assert np.abs(heights).max() <= MAX_OFFSET
 
 
 def test_the_two_directions_of_a_cable_drive_on_the_right() -> None:

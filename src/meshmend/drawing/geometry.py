@@ -26,7 +26,7 @@ STUB = 0.62
 """How far the line of a wrap cable reaches out of the mesh before it is cut."""
 ASIDE = 0.085
 """How far the two directions of a cable are moved apart, each to its own right."""
-MAX_LANE = 0.45
+MAX_OFFSET = 0.45
 """Lines beside a row or a column of chips stay this close to it."""
 
 
@@ -126,13 +126,13 @@ def strokes(
     dst: ArrayLike,
     *,
     chip: float,
-    lanes: Literal["beside", "behind"] = "beside",
+    offsets: Literal["beside", "behind"] = "beside",
     aside: float = 0.0,
 ) -> list[Stroke]:
     """Return a line for each pair of ranks.
 
     Neighbours are joined by a straight line, moved `aside` to its right. Any other pair follows its route, `beside` the
-    chips that it passes or `behind` them; routes that share a cable get separate lanes. Lines end at
+    chips that it passes or `behind` them; routes that share a cable have separate offsets. Lines end at
     the edge of the chips, whose half-width is `chip`.
     """
     mesh = layout.mesh
@@ -147,8 +147,8 @@ def strokes(
     far = np.flatnonzero(~near)
     if len(far):
         ways = _routes(mesh, src[far], dst[far])
-        for i, way, lane in zip(far.tolist(), ways, _lanes(ways, chip, lanes), strict=True):
-            pieces = _along(layout, way, lane, chip, beside=lanes == "beside")
+        for i, way, offset in zip(far.tolist(), ways, _offsets(ways, chip, offsets), strict=True):
+            pieces = _along(layout, way, offset, chip, beside=offsets == "beside")
             found[i] = Stroke(int(src[i]), int(dst[i]), tuple(pieces), len(way) - 1)
     return [found[i] for i in range(len(src))]
 
@@ -206,7 +206,7 @@ def _routes(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> list[
     return ways
 
 
-def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]) -> list[float]:
+def _offsets(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]) -> list[float]:
     """Give routes that share a cable different distances from it; a ring stays on one side where two share cables."""
     crossed = [{frozenset(pair) for pair in pairwise(way)} for way in ways]
     ring_of = components([(way[0], way[-1]) for way in ways])
@@ -221,7 +221,7 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
     for ring in dict.fromkeys(ring_of):
         colour[ring] = next(t for t in range(len(ways) + 1) if all(colour.get(other) != t for other in meets[ring]))
     used: defaultdict[frozenset[int], set[int]] = defaultdict(set)
-    lanes = [0] * len(ways)
+    offsets = [0] * len(ways)
     for i in sorted(range(len(ways)), key=lambda i: (min(ways[i][0], ways[i][-1]), len(ways[i]))):
         taken = set().union(*(used[cable] for cable in crossed[i]))
         if kind == "behind":
@@ -231,24 +231,24 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
         else:
             side = -1 if colour[ring_of[i]] % 2 == 0 else 1
             order = [side * n for n in range(1, len(ways) + 1)]
-        lanes[i] = next(lane for lane in order if lane not in taken)
+        offsets[i] = next(offset for offset in order if offset not in taken)
         for cable in crossed[i]:
-            used[cable].add(lanes[i])
+            used[cable].add(offsets[i])
     # Rings that share cables share the room beside them; others need not be as narrow.
     crowd_of = dict(zip(ring_of, components([(ring, min({ring, *meets[ring]})) for ring in ring_of]), strict=True))
     most: defaultdict[int, int] = defaultdict(int)
-    for ring, lane in zip(ring_of, lanes, strict=True):
-        most[crowd_of[ring]] = max(most[crowd_of[ring]], abs(lane))
-    return [_distance(lane, most[crowd_of[ring]], chip, kind) for ring, lane in zip(ring_of, lanes, strict=True)]
+    for ring, offset in zip(ring_of, offsets, strict=True):
+        most[crowd_of[ring]] = max(most[crowd_of[ring]], abs(offset))
+    return [_distance(offset, most[crowd_of[ring]], chip, kind) for ring, offset in zip(ring_of, offsets, strict=True)]
 
 
-def _distance(lane: int, most: int, chip: float, kind: Literal["beside", "behind"]) -> float:
-    """Return how far a lane lies from the cables, where `most` lanes share a side."""
+def _distance(offset: int, most: int, chip: float, kind: Literal["beside", "behind"]) -> float:
+    """Return how far an offset is from the cables, where `most` share a side."""
     if kind == "behind":
-        return lane * min(0.11, 0.8 * chip / max(most, 1))
+        return offset * min(0.11, 0.8 * chip / max(most, 1))
     nearest = chip + 0.07
-    step = min(0.1, (MAX_LANE - nearest) / max(most - 1, 1))
-    return float(np.sign(lane)) * (nearest + step * (abs(lane) - 1))
+    step = min(0.1, (MAX_OFFSET - nearest) / max(most - 1, 1))
+    return float(np.sign(offset)) * (nearest + step * (abs(offset) - 1))
 
 
 def components(pairs: Sequence[tuple[int, int]]) -> list[int]:
@@ -262,8 +262,8 @@ def components(pairs: Sequence[tuple[int, int]]) -> list[int]:
     return [int(label) for label in labels[a]]
 
 
-def _along(layout: FigureLayout, way: list[int], lane: float, chip: float, *, beside: bool) -> list[Points]:
-    """Return the line of a route, moved off the cables by `lane` both in x and in y, its corners cut."""
+def _along(layout: FigureLayout, way: list[int], offset: float, chip: float, *, beside: bool) -> list[Points]:
+    """Return the line of a route, moved off the cables by `offset` both in x and in y, its corners cut."""
     runs: list[list[Points]] = [[layout.live[way[0]]]]
     for a, b in pairwise(way):
         stubs = layout.hop(a, b)
@@ -275,14 +275,14 @@ def _along(layout: FigureLayout, way: list[int], lane: float, chip: float, *, be
     for number, run in enumerate(runs):
         points = _corners_only(np.array(run))
         first, last = _unit(points[1] - points[0]), _unit(points[-1] - points[-2])
-        moved = points + lane
+        moved = points + offset
         # The ends move only perpendicular to their own direction.
-        moved[0] = points[0] + lane * (1 - np.abs(first))
-        moved[-1] = points[-1] + lane * (1 - np.abs(last))
+        moved[0] = points[0] + offset * (1 - np.abs(first))
+        moved[-1] = points[-1] + offset * (1 - np.abs(last))
         starts, ends = number == 0, number == len(runs) - 1
         if beside:
-            # From the side of the chip out to the lane, and back in at the other end.
-            side = np.sign(lane)
+            # From the side of the chip out to the line, and back in at the other end.
+            side = np.sign(offset)
             out = [points[0] + side * chip * (1 - np.abs(first))] if starts else []
             back = [points[-1] + side * chip * (1 - np.abs(last))] if ends else []
             if starts:

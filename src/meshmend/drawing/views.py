@@ -175,7 +175,7 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
     layout = FigureLayout(mesh)
     with mpl.rc_context(SETTINGS):
         looks = [Look(SEQUENCE[i % len(SEQUENCE)], DASHES[i // 2 % len(DASHES)]) for i in range(len(src))]
-        hops = [line.n_hops for line in strokes(layout, src, dst, chip=0.2, lanes="behind")]
+        hops = [line.n_hops for line in strokes(layout, src, dst, chip=0.2, offsets="behind")]
         names = [f"{name_chip(mesh.chip(a))} to {name_chip(mesh.chip(b))}" for a, b in zip(src, dst, strict=True)]
         keys: list[Artist] = [
             line_key(f"{name}: {n} hop{'s' * (n != 1)}", look, arrow=True)
@@ -191,7 +191,7 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
         )
         axes = sheet.panels[0]
         sheet.draw_mesh(axes)
-        lines = strokes(layout, src, dst, chip=sheet.scale.chip, lanes="behind")
+        lines = strokes(layout, src, dst, chip=sheet.scale.chip, offsets="behind")
         for name, line, look in zip(names, lines, looks, strict=True):
             sheet.draw_strokes(axes, [line], look, arrows=True, name=name, behind_chips=True)
     return sheet.figure

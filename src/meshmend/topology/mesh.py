@@ -38,7 +38,7 @@ class Mesh:
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 
     `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
-    half of its lanes. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,
+    half of its wires. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,
     and rate 0 is a failed cable.
 
     >>> mesh = Mesh((16, 32), failed=[Region(at=(6, 8), shape=(4, 2))])

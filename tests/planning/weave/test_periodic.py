@@ -16,10 +16,10 @@ import meshmend as mm
 from meshmend.errors import ParameterError, ScheduleError
 from meshmend.planning import Weave
 from meshmend.planning.weave import Owners
-from meshmend.planning.weave.lanes import MAX_PHASES, _Taken, find_lanes
 from meshmend.planning.weave.packing import pack
 from meshmend.planning.weave.periodic import choose_trees, least_period
 from meshmend.planning.weave.runs import MeshLines
+from meshmend.planning.weave.tracks import MAX_PHASES, _Taken, find_tracks
 from meshmend.planning.weave.trees import measure, reroot
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from strategies import torn_meshes
@@ -130,7 +130,7 @@ def test_runs_are_straight_and_hold_every_cable_once(mesh: mm.Mesh) -> None:
         assert seen == set(range(mesh.n_chips)) - {runs.root}
 
 
-def test_lanes_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracks_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mm.Mesh("12x12", failed=["4x2@4,4"])
     trees = pack(mesh, 12, least_period(mesh, 12), moves=200)
     period = int(np.bincount(trees.cables.ravel()).max())
@@ -139,17 +139,17 @@ def test_lanes_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(12)]
     calls = Counter[str]()
-    choose = _Taken._choose_lanes
+    choose = _Taken._choose_tracks
 
     def counted(self: _Taken, *arguments: Any) -> Any:
         calls["choices"] += 1
         return choose(self, *arguments)
 
-    monkeypatch.setattr(_Taken, "_choose_lanes", counted)
+    monkeypatch.setattr(_Taken, "_choose_tracks", counted)
 
     def search(budget: int) -> tuple[int, int]:
         calls.clear()
-        steps = find_lanes(lines, runs, period, swap=False, budget=budget)
+        steps = find_tracks(lines, runs, period, swap=False, budget=budget)
         together = np.stack([steps.up, steps.down])
         return calls["choices"], int(together.max() - together.min())
 

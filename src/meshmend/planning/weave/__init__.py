@@ -2,7 +2,7 @@
 
 `planner` is the planner. `roots` chooses the root of each tree, `trees` grows the trees, and `slots` assigns the steps.
 Where a few trees are repeated, `periodic` asks `packing` for them, `runs` for the straight stretches they are made of,
-and `lanes` for the steps.
+and `tracks` for the steps.
 """
 
 from meshmend.planning.weave.planner import DEFAULT_BUDGET_S, Owners, Weave

@@ -2,7 +2,7 @@
 
 `trees.grow` evens loads out over hundreds of trees; here there are a few dozen. They are grown straight: what a cable
 has carried is smoothed along its line, so that a broken comb mends itself along one straight line per side, because
-every bend costs waiting (`lanes`). What is then still carried too much is moved: a tree drops an overloaded cable and
+every bend costs waiting (`tracks`). What is then still carried too much is moved: a tree drops an overloaded cable and
 rejoins its two parts over another one, of all trees and cables that serve the pair that makes fewest bends; where none
 has room, the overload moves on.
 """

@@ -1,10 +1,11 @@
 """Periodic weave: a few trees, packed into a period of so many steps as the busiest cable has trees, and repeated.
 
 Weaving every chunk for itself takes time and memory for every chunk. Here some thirty trees (`packing`) are given
-steps once (`lanes`), such that no link has two transfers in steps that are equal modulo the period: then the same again
-a period later, with other chunks, never meets it. Any number of repeats costs nothing more, and the busiest link is
-idle only while the whole fills and drains. That takes longer than with chunks that are woven one by one, because every
-bend of a tree waits for its lane: so this is for long payloads, and for meshes where nothing else can be planned.
+steps once (`tracks`), such that no link has two transfers in steps that are equal modulo the period: then the same
+again a period later, with other chunks, never meets it. Any number of repeats costs nothing more, and the busiest link
+is idle only while the whole fills and drains. That takes longer than with chunks that are woven one by one, because
+every bend of a tree waits for its track: so this is for long payloads, and for meshes where nothing else can be
+planned.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.weave.lanes import Steps, find_lanes
 from meshmend.planning.weave.packing import pack
 from meshmend.planning.weave.runs import MeshLines
+from meshmend.planning.weave.tracks import Steps, find_tracks
 from meshmend.planning.weave.trees import measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
@@ -27,14 +28,14 @@ ROOM, WIDE_ROOM = 0.025, 0.05
 """Part of the cables' mean load by which the period is longer: with less, packing takes for ever. Where survivors are
 oddly shaped the busiest cable must carry more than the mean, and the wide one fits better."""
 PACKING_SHARE = 0.6
-"""Part of the time that may go into packing; what it leaves is for finding lanes."""
+"""Part of the time that may go into packing; what it leaves is for finding tracks."""
 GROW_SECONDS = 3e-6
 MOVE_SECONDS, MOVE_SECONDS_PER_CHIP = 2.5e-3, 5e-7
 CHOICE_SECONDS, CHOICE_SECONDS_PER_CHIP = 2e-5, 6e-7
 CHOICES_PER_RUN = 7
 """What it takes, as measured on a small virtual machine: to grow a tree, for each chip; to move an overload; and to
-choose the lanes of a run, for each chip along a side, so many times in the first attempt. Work is limited by these, not
-by a clock: every host must come to the same plan."""
+choose the tracks of a run, for each chip along a side, so many times in the first attempt. Work is limited by these,
+not by a clock: every host must come to the same plan."""
 
 
 def choose_trees(mesh: Mesh, room: float = ROOM) -> int:
@@ -94,7 +95,7 @@ def make_template(
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
     budget = int((1 - PACKING_SHARE) * seconds / _choice_seconds(mesh))
-    steps = find_lanes(lines, runs, period, swap=swap, budget=budget)
+    steps = find_tracks(lines, runs, period, swap=swap, budget=budget)
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
 

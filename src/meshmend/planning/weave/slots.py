@@ -166,6 +166,7 @@ class _Network:
     def run(self, rank_up: Ints, rank_down: Ints, length: int, backwards: bool = False) -> Slots:
         """Follow the network step by step, each link taking what is first in its queue of all that may go.
 
+        The same in plain Python is `Reference.run` of `tests/planning/slots_reference.py`.
         Backwards in time, what goes up here comes down in truth: it is the sums coming down that must not meet.
         """
         queues = _Queues(self, rank_up, rank_down, length)

@@ -1,18 +1,29 @@
-"""Lanes: the steps of one period, for a family of trees that is repeated every `period` steps.
+"""Tracks: the steps of one period, for a family of trees that is repeated every `period` steps.
 
-Along one direction of its line, sums of a run move up to its top and copies move on from there, one hop a step. Both
-keep to a *lane*: the step minus the position, modulo the period. Two runs meet on a link only if they have the same
-lane there, so finding steps is colouring intervals with as many colours as the period has steps, and the period need be
-no longer than the busiest link's load. The lane decides how long sums wait before the top and copies after it: together
-w + a multiple of the period, where w follows from the tree, so a bend costs half a period on average. A run for which
-no lane is free along all of it is cut in two, which costs a bend.
+Along one direction of its line, sums of a run move up to its top and copies move on from there, one hop per step. Both
+keep to a *track*: the step minus the position, modulo the period. Below, the period is 4. Sums of run a (and copies, A)
+are on track 0, those of run b on track 3, and both tops are the chip between links 2 and 3:
+
+    step modulo 4   link 0   1   2   top   3   4   5
+          0              a   b   .         .   A   B
+          1              .   a   b         .   .   A
+          2              .   .   a         B   .   .
+          3              b   .   .         A   B   .
+
+Two runs meet on a link only if they have the same track there, so finding steps is colouring intervals with as many
+colours as the period has steps, and the period need be no longer than the busiest link's load. The track decides how
+long sums wait before the top and copies after it: together w + a multiple of the period, where w follows from the tree,
+so a bend costs half a period on average. A run for which no track is free along all of it is cut in two, which costs a
+bend.
 
 Trees are placed one after the other, each at the phase that suits it best. The trees that were placed worst go earlier
-in the next attempt. How long that goes on is counted in runs that are given lanes, not timed: every host must find the
+in the next attempt. How long that goes on is counted in runs that are given tracks, not timed: every host must find the
 same plan.
 
 With `swap` the two chips of a tree's middle cable exchange their halves in one step, so that both hold the sum at once:
-neither side waits for the other, and lanes run straight through. Such a chunk has no owner where it is complete.
+neither side waits for the other, and tracks run straight through. Such a chunk has no owner where it is complete.
+
+Read first the same rules in plain Python: `tests/planning/tracks_reference.py`, which the tests hold it to.
 """
 
 from __future__ import annotations
@@ -32,8 +43,8 @@ SLACK = 2
 """Steps by which a tree may begin earlier, or end later, than the deepest tree must, at no cost."""
 LATE = 1000.0
 """Cost of each step beyond that, in steps of waiting."""
-FRESH_LANE = 3.0
-"""Cost of a lane that is free on its whole line: those are kept for runs along whole lines."""
+FRESH_TRACK = 3.0
+"""Cost of a track that is free on its whole line: those are kept for runs along whole lines."""
 MAX_PHASES, ENOUGH_PHASES, MAX_ATTEMPTS = 8, 2, 6
 """Phases at which a tree is tried; how many are enough if it begins and ends in time; attempts beyond which little is
 gained."""
@@ -53,13 +64,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A run with its lanes in both directions: when sums arrive at its top, and when copies leave it.
+    """A run with its tracks in both directions: when sums arrive at its top, and when copies leave it.
 
     The first of a pair is for the direction of growing positions: sums from below the top, copies to above it.
     """
 
     run: TreeRun
-    lanes: tuple[int, int]
+    tracks: tuple[int, int]
     arrive: tuple[int, int]
     leave: tuple[int, int]
 
@@ -76,7 +87,7 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Placement:
-    """A tree with its lanes; no transfer is more than `extent` steps from step 0. `swap_at` is when halves cross."""
+    """A tree with its tracks; no transfer is more than `extent` steps from step 0. `swap_at` is when halves cross."""
 
     placed: tuple[_Placed, ...]
     extent: int
@@ -84,11 +95,11 @@ class _Placement:
     swap_at: int | None
 
 
-def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, budget: int) -> Steps:
+def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, budget: int) -> Steps:
     """Return steps for all trees, with as few from the first to the last as are found within the budget.
 
-    The budget is how often the lanes of a run are chosen; the first attempt is always finished. No cable may be in
-    more trees than the period has steps: then every run, cut or not, finds a lane.
+    The budget is how often the tracks of a run are chosen; the first attempt is always finished. No cable may be in
+    more trees than the period has steps: then every run, cut or not, finds a track.
     """
     radius = np.array([max(tree.below) for tree in trees])
     hardness = 100.0 * np.array([tree.bends for tree in trees]) + radius
@@ -98,7 +109,7 @@ def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap
     taken = _Taken(lines, period)
     best = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap)
     if not isinstance(best, list):
-        raise AssertionError(f"tree {best} finds no lane although its cables have room: this is a bug in meshmend")
+        raise AssertionError(f"tree {best} finds no track although its cables have room: this is a bug in meshmend")
     best_hardness = hardness
     for _ in range(MAX_ATTEMPTS - 1):
         budget -= taken.n_choices
@@ -138,7 +149,7 @@ def _attempt(
 
 
 class _Taken:
-    """The lanes that are taken: for each line and direction a mask for every link, a bit for every lane."""
+    """The tracks that are taken: for each line and direction a mask for every link, a bit for every track."""
 
     def __init__(self, lines: MeshLines, period: int, *, budget: float = np.inf) -> None:
         self.period = period
@@ -152,11 +163,11 @@ class _Taken:
         self._known: dict[tuple[int, int, int, int], tuple[TreeRun | None, tuple[int, int]]] = {}
 
     def add(self, placement: _Placement) -> None:
-        """Take the lanes of a tree."""
+        """Take the tracks of a tree."""
         for placed in placement.placed:
             run = placed.run
             for way in (0, 1):
-                bit = 1 << placed.lanes[way]
+                bit = 1 << placed.tracks[way]
                 links = self._links[run.line][way]
                 for link in range(run.low, run.high):
                     links[link] |= bit
@@ -214,7 +225,7 @@ class _Taken:
             for rest in rests:
                 heapq.heappush(queue, (rest.depth, number, rest))
                 number += 1
-            chosen = self._choose_lanes(tree, part, free, meetings, limit)
+            chosen = self._choose_tracks(tree, part, free, meetings, limit)
             if chosen is None:
                 return None
             now, late, waited = chosen
@@ -227,17 +238,17 @@ class _Taken:
         return _Placement(tuple(placed), extent, cost, phase if swap else None)
 
     def _fit(self, run: TreeRun) -> tuple[TreeRun | None, tuple[int, int]]:
-        """Return the longest part of a run round its top that has a free lane in both directions, and those lanes."""
+        """Return the longest part of a run round its top that has a free track in both directions, and those tracks."""
         key = run.line, run.low, run.high, run.top
         if key not in self._known:
             self._known[key] = self._grow(run, self._full, self._full)
         return self._known[key]
 
-    def _grow(self, run: TreeRun, lanes_on: int, lanes_back: int) -> tuple[TreeRun | None, tuple[int, int]]:
-        """Grow a part from the top outwards, on both sides alike, while one of the lanes is free in each direction."""
+    def _grow(self, run: TreeRun, tracks_on: int, tracks_back: int) -> tuple[TreeRun | None, tuple[int, int]]:
+        """Grow a part from the top outwards, on both sides alike, while one of the tracks is free in each direction."""
         on, back = self._links[run.line]
         low = high = run.top
-        free = lanes_on, lanes_back
+        free = tracks_on, tracks_back
         while low > run.low or high < run.high:
             next_low, next_high = max(run.low, low - 1), min(run.high, high + 1)
             taken_on = taken_back = 0
@@ -250,14 +261,14 @@ class _Taken:
             low, high, free = next_low, next_high, left
         if low < high:
             return replace(run, low=low, high=high), free
-        # Not even the first links on both sides have a lane in common: each side goes on its own.
+        # Not even the first links on both sides have a track in common: each side goes on its own.
         if run.low < run.top < run.high:
-            return self._grow(replace(run, low=run.top), lanes_on, lanes_back)
+            return self._grow(replace(run, low=run.top), tracks_on, tracks_back)
         return None, free
 
     def _fit_through(self, run: TreeRun, phase: int) -> TreeRun | None:
-        """Return the longest part round the middle cable whose lanes through it are free."""
-        bits = [1 << lane for lane in self._lanes_through(run, phase)]
+        """Return the longest part round the middle cable whose tracks through it are free."""
+        bits = [1 << track for track in self._tracks_through(run, phase)]
         on, back = self._links[run.line]
 
         def is_free(link: int) -> bool:
@@ -272,12 +283,12 @@ class _Taken:
             high += 1
         return replace(run, low=low, high=high)
 
-    def _lanes_through(self, run: TreeRun, phase: int) -> tuple[int, int]:
+    def _tracks_through(self, run: TreeRun, phase: int) -> tuple[int, int]:
         return (phase - run.top) % self.period, (phase + run.top + 1) % self.period
 
     def _pass_through(self, run: TreeRun, phase: int) -> _Placed:
         """Let sums of both sides cross on the middle cable, above the top, in step `phase`, and copies go on."""
-        return _Placed(run, self._lanes_through(run, phase), (phase - 1, phase), (phase, phase + 1))
+        return _Placed(run, self._tracks_through(run, phase), (phase - 1, phase), (phase, phase + 1))
 
     def _waits(self, slack: int, has_up: bool, has_down: bool) -> list[tuple[float, int, int]]:
         """Return the waits before and after a top, those that cost least first, as (cost, before, after).
@@ -298,27 +309,27 @@ class _Taken:
             self._orders[key] = sorted(waits)
         return self._orders[key]
 
-    def _choose_lanes(
+    def _choose_tracks(
         self, tree: TreeRuns, run: TreeRun, free: tuple[int, int], meetings: _Meetings, limit: int
     ) -> tuple[_Placed, int, int] | None:
-        """Choose a run's lanes; return it with them, how far from step 0 it reaches, and how long it waits."""
+        """Choose a run's tracks; return it with them, how far from step 0 it reaches, and how long it waits."""
         self.n_choices += 1
         chips, period, top = self._chips[run.line], self.period, run.top
         last, soonest, meeting = meetings.at(chips[top])
         slack = (last + 1 - soonest) % period
-        lanes, arrive, leave = [0, 0], [0, 0], [0, 0]
+        tracks, arrive, leave = [0, 0], [0, 0], [0, 0]
         reach, waited = 0, 0
         for way, ahead in ((0, 1), (1, -1)):
             has_up, has_down = (top > run.low, top < run.high)[::ahead]
             up_height = tree.below[chips[top - ahead]] - run.depth if has_up else 0
             down_height = tree.below[chips[top + ahead]] - run.depth if has_down else 0
-            lane = (last + 1 - ahead * top) % period
+            track = (last + 1 - ahead * top) % period
             ever = self._ever[run.line][way]
             best: tuple[float, int, int, int] | None = None
             for cost, early, late in self._waits(slack, has_up, has_down):
                 if best is not None and cost >= best[0]:
                     break
-                bit = 1 << (lane - early) % period
+                bit = 1 << (track - early) % period
                 if not free[way] & bit or (has_up and last - early in meeting):
                     continue
                 begin = up_height - 1 - last + early if has_up else 0
@@ -326,18 +337,18 @@ class _Taken:
                 if begin > limit or end > limit:
                     cost += LATE * (max(begin, end) - limit)
                 if not ever & bit:
-                    cost += FRESH_LANE
+                    cost += FRESH_TRACK
                 if best is None or cost < best[0]:
                     best = cost, early, late, max(begin, end)
             if best is None:
                 return None
             _, early, late, far = best
             reach, waited = max(reach, far), waited + early + late
-            lanes[way] = (lane - early) % period
+            tracks[way] = (track - early) % period
             arrive[way], leave[way] = last - early, soonest + late
             if has_up:
                 meeting.add(arrive[way])
-        return _Placed(run, (lanes[0], lanes[1]), (arrive[0], arrive[1]), (leave[0], leave[1])), reach, waited
+        return _Placed(run, (tracks[0], tracks[1]), (arrive[0], arrive[1]), (leave[0], leave[1])), reach, waited
 
 
 class _Meetings:
