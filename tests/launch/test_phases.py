@@ -48,8 +48,35 @@ PHASES: dict[str, Scenario] = {
     "restarting": restarting,
     "finishing": finishing,
 }
+
+
+def hosts_of(job: Job) -> list[int]:
+    return [host for host in range(3) if host in job.membership.members]
+
+
+def all_ask(job: Job) -> None:
+    job.arrive(*{0, 1, 2} - {*hosts_of(job)})
+    job.join(0, 1, 2)
+
+
+def one_raises(job: Job) -> None:
+    job.say(1, type="raised", why="no")
+    job.wait(6)
+
+
+def all_raise(job: Job) -> None:
+    for host in hosts_of(job):
+        if job.membership.over is None:
+            job.say(host, type="raised", why="no")
+
+
+def all_finish(job: Job) -> None:
+    for host in hosts_of(job):
+        job.say(host, type="done")
+
+
 CAUSES: dict[str, Callable[[Job], object]] = {
-    "all hosts have asked": lambda job: (job.arrive(*{0, 1, 2} - {*job.membership.members}), job.join(0, 1, 2)),
+    "all hosts have asked": all_ask,
     "those that are there have asked": lambda job: job.join(0, 1),
     "a host trains in a round of an earlier store": lambda job: job.arrive(2, running=CLAIM, number=7),
     "a host comes without its worker": lambda job: job.arrive(2),
@@ -57,12 +84,10 @@ CAUSES: dict[str, Callable[[Job], object]] = {
     "a host fails": lambda job: job.leave(1),
     "a host is silent": lambda job: job.wait(11, silent=(1,)),
     "a worker fails": lambda job: job.say(1, type="join", port=1, why="its worker ended with SIGKILL"),
-    "the script raises an error on one host": lambda job: (job.say(1, type="raised", why="no"), job.wait(6)),
-    "the script raises an error on every host": lambda job: [
-        job.say(host, type="raised", why="no") for host in [*job.membership.members] if job.membership.over is None
-    ],
+    "the script raises an error on one host": one_raises,
+    "the script raises an error on every host": all_raise,
     "a host has finished": lambda job: job.say(1, type="done"),
-    "all hosts have finished": lambda job: [job.say(host, type="done") for host in [*job.membership.members]],
+    "all hosts have finished": all_finish,
     "a host gives up": lambda job: job.say(1, type="failed", why="no"),
 }
 ROWS = [
