@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,12 +60,63 @@ class Reversed(Planner):
         )
 '''
 
+THREADS = '''
+"""An engine of threads: each chip has one, with its own values, and a queue for what each other chip sends it."""
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from queue import SimpleQueue
+
+import numpy as np
+
+from meshmend.errors import ScheduleError
+from meshmend.schedule import Op
+from meshmend.schedule.verify import ensure_proven
+
+
+def run(schedule, payload):
+    """Run a schedule on one row per live chip, and return what each ends with."""
+    ensure_proven(schedule)
+    n_chips, n_chunks = schedule.mesh.n_chips, schedule.total_chunks
+    if len(payload) != n_chips:
+        raise ScheduleError(f"The payload has {len(payload)} rows, expected one for each of {n_chips} live chips.")
+    flat = payload.reshape(n_chips, -1)
+    size = flat.shape[1]
+    held = np.zeros((n_chips, n_chunks, -(-size // n_chunks)), dtype=payload.dtype)
+    held.reshape(n_chips, -1)[:, :size] = flat
+    whole = schedule.expanded()
+    columns = (whole.step, whole.src, whole.dst, whole.first_chunk, whole.n_chunks, whole.op)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    queues = {(src, dst): SimpleQueue() for _, src, dst, *_ in rows}
+    with ThreadPoolExecutor(n_chips) as chips:
+        for done in [chips.submit(be_chip, rank, held[rank], rows, queues) for rank in range(n_chips)]:
+            done.result()
+    return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
+
+
+def be_chip(rank, held, rows, queues):
+    """Do one chip's part: in each step send what it held before, then take what comes."""
+    mine = [row for row in rows if rank in row[1:3]]
+    for _, step in groupby(mine, key=lambda row: row[0]):
+        step = list(step)
+        for _, src, dst, first, n_chunks, _ in step:
+            if src == rank:
+                queues[src, dst].put(held[first : first + n_chunks].copy())
+        for _, src, dst, first, n_chunks, op in step:
+            if dst == rank:
+                part, arrived = slice(first, first + n_chunks), queues[src, dst].get()
+                held[part] = held[part] + arrived if op == Op.REDUCE else arrived
+'''
+
 ASK = """
 import json
 from typer.testing import CliRunner
 import meshmend as mm
 from meshmend.cli import app
 from meshmend.planning import Auto, Hamiltonian
+from meshmend.threads import run
+from engine_contract import check_engine
 
 def say(*words):
     result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
@@ -75,8 +127,10 @@ mesh = mm.Mesh("4x4", failed=["2x2@0,0"])
 ring, ours = Hamiltonian().plan(mesh), mm.plan(mesh, "reversed")
 first = ours.total_chunks // 2
 compared = json.loads(say("compare", "4x4", "--payload", "1MB", "--hardware", "slow-lab", "--json"))
+check_engine(run)
 print(json.dumps({
     "file": mm.planning.__file__,
+    "engine": run.__module__,
     "exchanged": bool(((ring.first_chunk < first) == (ours.first_chunk >= first)).all()),
     "considered": [candidate.planner.name for candidate in Auto(1e8, "tpu-v3").choose(mesh).considered],
     "compared": {entry["planner"]: entry for entry in compared["mesh"]["planners"]},
@@ -96,10 +150,11 @@ def insert(path: Path, beside: str, words: str, *, after: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a copy of meshmend says in which the three recipes were followed."""
+    """What a copy of meshmend says in which the four recipes were followed."""
     copy = tmp_path_factory.mktemp("newcomer") / "meshmend"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "planning" / "reversed.py").write_text(REVERSED, encoding="utf-8")
+    (copy / "threads.py").write_text(THREADS, encoding="utf-8")
     table = copy / "planning" / "auto.py"
     insert(table, "from meshmend.schedule import", "from meshmend.planning.reversed import Reversed\n")
     insert(table, "CHOICES: tuple[type[Planner], ...] = (", "Reversed, ", after=True)
@@ -114,7 +169,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(copy.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(copy.parent), str(Path(__file__).parent)])},
         cwd=copy.parent,
     )
     assert done.returncode == 0, done.stderr
@@ -140,3 +195,24 @@ def test_a_hardware_preset_is_an_entry_of_its_table(answers: dict[str, Any]) -> 
 def test_a_column_of_compare_is_an_entry_of_its_table(answers: dict[str, Any]) -> None:
     assert answers["headings"] == ["planner", "steps", "per-chip", "time", "×", "bound"]
     assert answers["compared"]["hamiltonian"]["per_chip"] == 60
+
+
+def test_an_engine_is_a_file_that_keeps_the_contract(answers: dict[str, Any]) -> None:
+    assert answers["engine"] == "meshmend.threads"
+    assert len(THREADS.strip().splitlines()) < 80
+
+
+WALK = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## A walk")[2]
+
+
+def test_the_walk_names_files_and_names_that_are_there() -> None:
+    walk = WALK.partition("\n## ")[0]
+    named = re.findall(r"`((?:\w+/)*\w+\.py)`(?: \(`([\w.]+)`\))?", walk)
+    assert len(named) > 25
+    if not (SOURCE / "jax" / "session").is_dir():  # until jax/ has its rooms
+        named = [(path, name) for path, name in named if not path.startswith("jax/")]
+    for path, name in named:
+        assert (SOURCE / path).is_file(), path
+        text = (SOURCE / path).read_text(encoding="utf-8")
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"(def|class) {part}\b", text), (path, name)

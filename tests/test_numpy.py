@@ -7,8 +7,17 @@ import pytest
 from numpy.typing import NDArray
 
 import meshmend.numpy as mmn
+from engine_contract import check_any_shape, check_bits, check_reads_come_before_writes, check_sums
 from meshmend import Collective, Mesh, Op, Schedule, plan
 from meshmend.errors import ScheduleError
+
+
+def test_the_reference_keeps_the_contract() -> None:
+    """But for schedules that are wrong, which it runs: other tests look at what comes of them."""
+    check_sums(mmn.run, 60)
+    check_any_shape(mmn.run)
+    check_reads_come_before_writes(mmn.run)
+    check_bits(mmn.run)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (96,), (5, 3, 2), (0,)])

@@ -5,11 +5,24 @@ from pathlib import Path
 import pytest
 
 from meshmend.cost import PRESETS, Hardware, find_hardware
-from meshmend.cost.hardware import adjusted, hardware_facts, parse_hardware, write_hardware
+from meshmend.cost.hardware import Network, adjusted, hardware_facts, parse_hardware, write_hardware
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
 
 NUMBERS = {"link_bytes_per_s", "step_latency_s", "hop_latency_s", "links_at_once"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "shared_cores", "network"),
+    [
+        ("tpu-v3", None, Network.CABLES),
+        ("tpu-v3", 2, Network.CABLES),  # cores handle messages, and cables carry bytes
+        ("cpu-xla", None, Network.PAIRS),
+        ("gloo-loopback", 2, Network.CORES),
+    ],
+)
+def test_there_are_three_kinds_of_network(preset: str, shared_cores: int | None, network: Network) -> None:
+    assert replace(PRESETS[preset], shared_cores=shared_cores).network is network
 
 
 def test_every_number_of_a_preset_has_a_source() -> None:

@@ -7,9 +7,9 @@ latency after the one before, and occupies each for its bytes, longer where the 
 on no faster than that. Routers buffer what has to wait. Where a chip drives
 only some of its links at once, or pays for each message, it also queues at its sender and at its receiver, which take
 `message_s` for each and then pass `links_at_once` links' worth of data. Where all chips share the cores of one machine,
-the transfers of all of them queue there instead, for `message_s` and, on a switched network, for their bytes. Data that
-arrive before the receiver has read the old chunk wait in a buffer. On a switched network every pair of chips has a link
-of its own (`TransferPaths`).
+the transfers of all of them queue there instead, for `message_s` and, unless cables carry them, for their bytes. Data
+that arrive before the receiver has read the old chunk wait in a buffer. Where no cables do (`Network`), every pair of
+chips has a link of its own (`TransferPaths`).
 
 The transfers of a step do not depend on each other, so a step is a handful of array operations.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.hardware import Hardware
+from meshmend.cost.hardware import Hardware, Network
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import CORES_PER_MESSAGE, handled_chunks
 from meshmend.errors import ParameterError
@@ -44,7 +44,8 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
         )
     chunk_s = payload_bytes / schedule.total_chunks / hardware.link_bytes_per_s
     width = hardware.links_at_once
-    limited = width is not None and (hardware.is_switched or width < mesh.n_directions)
+    is_mesh = hardware.network is Network.CABLES
+    limited = width is not None and (not is_mesh or width < mesh.n_directions)
     cores = hardware.shared_cores
     message_s = hardware.message_s if cores is None else 0.0
     queues = limited or message_s > 0
@@ -52,10 +53,10 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
     link_free, last_of = np.zeros(paths.n_links), np.zeros(paths.n_links, dtype=np.int64)
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
     cores_free = np.zeros(1)
-    handled = handled_chunks(schedule) * (chunk_s if hardware.is_switched else 0.0)
+    handled = handled_chunks(schedule) * (0.0 if is_mesh else chunk_s)
     hops = _HopTable(paths)
     arrived = np.empty(schedule.n_transfers)
-    rates = mesh.link_rates if mesh.has_slow_cables and not hardware.is_switched else None
+    rates = mesh.link_rates if mesh.has_slow_cables and is_mesh else None
     starts = schedule.step_starts
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         rows = slice(first, last)

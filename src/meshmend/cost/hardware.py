@@ -14,6 +14,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,17 @@ Mode = Literal["lock-step", "asynchronous"]
 MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 
 
+class Network(Enum):
+    """What moves the bytes of a step, and so how long they take. There are these three kinds."""
+
+    CABLES = "cables"
+    """The mesh's own: what crosses a link shares it, and the busiest link counts, with a latency per hop."""
+    PAIRS = "pairs"
+    """Every pair of chips has a link of its own, one hop long: the longest message counts."""
+    CORES = "cores"
+    """The cores of one machine, for all its processes: the bytes of all chips together count."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """What the cost of a schedule depends on, apart from the schedule.
@@ -36,12 +48,17 @@ class Hardware:
     before its first step, and `message_s` what a chip pays for each message of a step besides its bytes. `sources` says
     where each number comes from.
 
+    The last fields say which kind of `Network` it is, and who pays for messages:
+
+    | `is_switched` | `shared_cores` | bytes                                     | `message_s` is paid                |
+    |---------------|----------------|-------------------------------------------|------------------------------------|
+    | no            | None           | `Network.CABLES`                          | by each chip, for its messages     |
+    | no            | a number       | `Network.CABLES`                          | by the cores, for those of all     |
+    | yes           | None           | `Network.PAIRS`                           | by each chip, for its messages     |
+    | yes           | a number       | `Network.CORES`, each at a link's rate    | by the cores, for those of all     |
+
     With `runs_lanes` a schedule is priced as XLA runs it: each permute of a loop is a message in each of the loop's
-    steps, and moves its bytes whether there is something to send or not (`meshmend.schedule.lanes`). With `is_switched`
-    every pair of chips is one hop apart, as between processes or virtual devices of one machine: no transfers share a
-    link, whatever the mesh looks like. `shared_cores` is for chips that are processes of one machine: so many of its
-    cores handle the messages of all of them, `message_s` each, and, with `is_switched`, their bytes, each core at the
-    rate of a link. What counts then is how much all chips send together, not what one of them does.
+    steps, and moves its bytes whether there is something to send or not (`meshmend.schedule.lanes`).
 
     >>> lab = Hardware("lab", link_bytes_per_s=5e6, step_latency_s=1e-3)
     >>> lab.links_at_once is None
@@ -82,6 +99,13 @@ class Hardware:
             f"{self.name}: {name_rate(self.link_bytes_per_s)} per link, {name_seconds(self.step_latency_s)} per step, "
             f"{message}{name_seconds(self.hop_latency_s)} per hop, {at_once} at once{cores}"
         )
+
+    @property
+    def network(self) -> Network:
+        """What moves the bytes of a step."""
+        if not self.is_switched:
+            return Network.CABLES
+        return Network.PAIRS if self.shared_cores is None else Network.CORES
 
     @property
     def priced(self) -> tuple[object, ...]:

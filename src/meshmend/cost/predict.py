@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.gap import Gap, decompose
-from meshmend.cost.hardware import DEFAULT_HARDWARE, MODES, Hardware, Mode, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, MODES, Hardware, Mode, Network, find_hardware
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import format_bytes, name_seconds
@@ -175,7 +175,7 @@ def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) ->
     """
     schedule = demand.schedule
     if schedule.n_transfers <= MAX_FOLLOWED or schedule.repeats == 1:
-        known = demand.paths if schedule.repeats == 1 and not hardware.is_switched else None
+        known = demand.paths if schedule.repeats == 1 and hardware.network is Network.CABLES else None
         return _ends(schedule, known, payload_bytes, hardware)
     template, period = schedule.template, schedule.period
     overlapping = -(-template.n_steps // period)
@@ -196,7 +196,7 @@ def _ends(
     schedule: Schedule, paths: TransferPaths | None, payload_bytes: float, hardware: Hardware
 ) -> NDArray[np.float64]:
     if paths is None:
-        paths = (TransferPaths.switched if hardware.is_switched else TransferPaths.of)(schedule)
+        paths = (TransferPaths.of if hardware.network is Network.CABLES else TransferPaths.switched)(schedule)
     arrived = arrivals(schedule, paths, payload_bytes, hardware)
     ends = np.zeros(len(schedule.phase_names))
     np.maximum.at(ends, schedule.phase, arrived)

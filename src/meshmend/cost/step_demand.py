@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.hardware import Hardware
+from meshmend.cost.hardware import Hardware, Network
 from meshmend.cost.load import link_load
 from meshmend.cost.paths import TransferPaths
 from meshmend.schedule import Op, Schedule
@@ -105,18 +105,20 @@ class StepDemand:
     def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        if hardware.is_switched and hardware.shared_cores is not None:
-            _, handled, longest = self._sums
-            busy = np.maximum(handled / hardware.shared_cores, longest / CORES_PER_MESSAGE) * chunk_s
-            busy += np.where(self._is_busy, hardware.hop_latency_s, 0.0)
-        else:
-            links = self._pairs if hardware.is_switched else self._links
-            busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
+        match hardware.network:
+            case Network.CABLES:
+                busy = self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
+            case Network.PAIRS:
+                busy = self._price(self._pairs, chunk_s, hardware.hop_latency_s, at_least=None)
+            case Network.CORES:
+                _, handled, longest = self._sums
+                busy = np.maximum(handled / (hardware.shared_cores or 1), longest / CORES_PER_MESSAGE) * chunk_s
+                busy += np.where(self._is_busy, hardware.hop_latency_s, 0.0)
         if hardware.runs_lanes:
             lanes, moved, longest = self._lanes
             busy = np.maximum(busy, np.maximum(longest, moved / np.minimum(lanes, width or lanes)) * chunk_s)
-        elif width is not None and (hardware.is_switched or width < self.schedule.mesh.n_directions):
+        elif width is not None and (hardware.network is not Network.CABLES or width < self.schedule.mesh.n_directions):
             for demand in (self._senders, self._receivers):
                 busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
         return np.asarray(self._beginning(hardware) + busy)

@@ -1,6 +1,13 @@
 """The launcher: `meshmend run` on every host, `meshmend store` between them, and what both need to know of a job.
 
-Nothing here imports JAX, except in the workers.
+    meshmend run        job: starts hosts, shows their lines
+      host              host: one process per host, in which
+        agent             agent: starts the worker in every round, and stops it
+        member            member: the connection to the store <---> meshmend store: store, membership
+        warm            warm: has JAX imported, and forks
+          worker        the script, one process per round
+
+Each dies with its parent. Nothing here imports JAX, except in the workers.
 """
 
 from meshmend.launch.chips import Chips

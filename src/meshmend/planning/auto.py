@@ -20,7 +20,7 @@ from numbers import Real
 from typing import ClassVar, Self, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
-from meshmend.cost.hardware import MODES, Mode
+from meshmend.cost.hardware import MODES, Mode, Network
 from meshmend.cost.overlap import check_overlap, exposed_seconds, shown
 from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
@@ -277,10 +277,10 @@ class Candidates:
         step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if overlap_s else 1)]
-        if hardware.shared_cores is not None and hardware.is_switched:
+        if hardware.network is Network.CORES:
             # Chunks fill no links there: a few keep all cores busy, however long the payload is.
             costs = [cost * 2.0**i for cost in costs for i in range(FEWER_CHUNKS + 1)]
-        elif hardware.message_s or hardware.is_switched:
+        elif hardware.message_s or hardware.network is Network.PAIRS:
             # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
             costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
@@ -334,11 +334,11 @@ class Candidates:
 def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: float, mode: Mode) -> float:
     """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload.
 
-    On a switched network chips share no links, and what a chip can drive at once is all that limits it. Where nobody
-    waits for the end of a step, its latency passes while others move their data.
+    Chips share no links unless those are the mesh's cables, and what a chip can drive at once is all that limits it.
+    Where nobody waits for the end of a step, its latency passes while others move their data.
     """
     unit = payload_bytes / hardware.link_bytes_per_s
-    moving = 0.0 if hardware.is_switched else floor.link_load * unit
+    moving = floor.link_load * unit if hardware.network is Network.CABLES else 0.0
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     if mode == "asynchronous":
