@@ -99,8 +99,7 @@ def export_artefact(
     proven, or refused.
 
     >>> import tempfile, meshmend as mm
-    >>> from meshmend_lab.extras import require
-    from meshmend_lab.export.artefact import read_artefact
+    >>> from meshmend_lab.export.artefact import read_artefact
     >>> schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@0,0"]), "hamiltonian")
     >>> folder = tempfile.mkdtemp()
     >>> digest = export_artefact(schedule, folder, payload_bytes=1e6)
