@@ -65,8 +65,15 @@ def check_any_shape(run: Run) -> None:
 
 def check_reads_come_before_writes(run: Run) -> None:
     """Chip 0 adds to chip 1 while chip 1 overwrites chip 0: each sends what it held before the step."""
-    ends = {"step": [0, 0, 1], "src": [0, 1, 1], "dst": [1, 0, 0], "op": [Op.REDUCE, Op.COPY, Op.COPY]}
-    schedule = Schedule(Mesh("1x2"), total_chunks=1, owners=[1], **ends)
+    schedule = Schedule(
+        Mesh("1x2"),
+        total_chunks=1,
+        step=[0, 0, 1],
+        src=[0, 1, 1],
+        dst=[1, 0, 0],
+        op=[Op.REDUCE, Op.COPY, Op.COPY],
+        owners=[1],
+    )
     assert run(schedule, np.array([[3], [5]])).tolist() == [[8], [8]]
 
 

@@ -48,8 +48,26 @@ PHASES: dict[str, Scenario] = {
     "restarting": restarting,
     "finishing": finishing,
 }
-CAUSES: dict[str, Callable[[Job], object]] = {
-    "all hosts have asked": lambda job: (job.arrive(*{0, 1, 2} - {*job.membership.members}), job.join(0, 1, 2)),
+
+
+def all_ask(job: Job) -> None:
+    job.arrive(*{0, 1, 2} - {*job.membership.members})
+    job.join(0, 1, 2)
+
+
+def one_raises(job: Job) -> None:
+    job.say(1, type="raised", why="no")
+    job.wait(6)
+
+
+def all_say(job: Job, kind: str) -> None:
+    for host in range(3):
+        if host in job.membership.members:
+            job.say(host, type=kind, why="no")
+
+
+CAUSES: dict[str, Callable[[Job], None]] = {
+    "all hosts have asked": all_ask,
     "those that are there have asked": lambda job: job.join(0, 1),
     "a host trains in a round of an earlier store": lambda job: job.arrive(2, running=CLAIM, number=7),
     "a host comes without its worker": lambda job: job.arrive(2),
@@ -57,12 +75,10 @@ CAUSES: dict[str, Callable[[Job], object]] = {
     "a host fails": lambda job: job.leave(1),
     "a host is silent": lambda job: job.wait(11, silent=(1,)),
     "a worker fails": lambda job: job.say(1, type="join", port=1, why="its worker ended with SIGKILL"),
-    "the script raises an error on one host": lambda job: (job.say(1, type="raised", why="no"), job.wait(6)),
-    "the script raises an error on every host": lambda job: [
-        job.say(host, type="raised", why="no") for host in [*job.membership.members] if job.membership.over is None
-    ],
+    "the script raises an error on one host": one_raises,
+    "the script raises an error on every host": lambda job: all_say(job, "raised"),
     "a host has finished": lambda job: job.say(1, type="done"),
-    "all hosts have finished": lambda job: [job.say(host, type="done") for host in [*job.membership.members]],
+    "all hosts have finished": lambda job: all_say(job, "done"),
     "a host gives up": lambda job: job.say(1, type="failed", why="no"),
 }
 ROWS = [
