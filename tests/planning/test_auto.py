@@ -150,7 +150,7 @@ def test_berts_gradients_go_faster_round_the_hole_than_any_ring_goes_on_the_full
 def test_payloads_and_hardware_that_make_no_sense() -> None:
     with pytest.raises(ParameterError, match="payload_bytes is 0, expected a positive number"):
         plan(Mesh("3x3"), payload_bytes=0)
-    with pytest.raises(ParameterError, match=r"There is no hardware 'tpu-v9'. Presets: ideal"):
+    with pytest.raises(ParameterError, match=r"There is no hardware 'tpu-v9'. Did you mean tpu-v4\? Presets: ideal"):
         plan(Mesh("3x3"), hardware="tpu-v9")
 
 
