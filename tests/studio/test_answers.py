@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import meshmend as mm
-from meshmend.availability import POLICIES
 from meshmend.availability.rectangle import largest_box
-from meshmend.cli import app
 from meshmend.cost.units import name_seconds
-from meshmend.errors import MachineError, MeshmendError, ParameterError, ScheduleFileError, VerificationError
+from meshmend.errors import MeshmendError
 from meshmend.planning.auto import CHOICES
 from meshmend.planning.two_color import TwoColor
-from meshmend.schedule.serialize import to_text
 from meshmend.studio import answers
-from meshmend.studio.answers import UploadedPlan
 from meshmend.studio.state import QUICK_BUDGET_S, State
 
 HURT = State(
@@ -89,10 +82,8 @@ def test_survivors_in_two_groups_are_an_error_that_says_so() -> None:
 
 
 def test_alternatives_are_every_planner_a_smaller_mesh_and_the_whole_one() -> None:
-    rows: list[dict[str, Any]] = []
     state = State(shape="6x6", fail=("2x2@2,2",), payload="1MB", hardware="tpu-v6e")
-    answers.alternatives(state, rows.append)
-    by_name = {row["name"]: row for row in rows}
+    by_name = {row["name"]: row for row in answers.alternatives(state)}
     assert list(by_name) == [*(kind.name for kind in CHOICES), "sub-mesh", "no failures"]
     holed = mm.Mesh("6x6", failed=["2x2@2,2"])
     assert by_name["two-color"]["unsupported_reason"] == TwoColor().unsupported_reason(holed) is not None
@@ -142,90 +133,6 @@ def test_long_plans_are_shown_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_file_is_the_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.npz").write_bytes(answers.plan_file(HURT))
     assert mm.load(tmp_path / "plan.npz") == oracle(HURT_MESH)
-
-
-def test_an_uploaded_plan_is_proven_and_predicted(tmp_path: Path) -> None:
-    mesh = mm.Mesh("4x4", failed=["2x2@0,0"])
-    schedule = mm.plan(mesh, "hamiltonian")
-    mm.save(schedule, tmp_path / "x.npz")
-    saved = UploadedPlan(tmp_path / "x.npz", "mine.npz")
-    assert answers.read_plan(saved)["state"] == {
-        "shape": "4x4",
-        "wrap": "none",
-        "fail": ["2x2@0,0"],
-        "fail_cable": [],
-        "cable_rate": [],
-        "hardware": "tpu-v3",
-    }
-    found = answers.answer(State(payload="1MB"), saved)
-    assert found["planner"] == "hamiltonian"
-    assert found["seconds"] == mm.predict(schedule, 1e6, "tpu-v3").seconds
-    assert found["command"] == "meshmend plan mine.npz --payload 1MB --hardware tpu-v3"
-
-
-def test_a_damaged_or_wrong_plan_is_refused_without_the_servers_path(tmp_path: Path) -> None:
-    path = tmp_path / "x.npz"
-    path.write_bytes(b"PK\x03\x04 nothing")
-    with pytest.raises(ScheduleFileError, match=r"^mine\.npz is damaged") as caught:
-        answers.read_plan(UploadedPlan(path, "mine.npz"))
-    assert str(tmp_path) not in str(caught.value)
-    text = to_text(mm.plan(mm.Mesh("2x2"), "hamiltonian")).replace("copy", "reduce", 1)
-    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
-    with pytest.raises(VerificationError, match="chunk"):
-        answers.answer(State(), UploadedPlan(tmp_path / "x.txt", "mine.txt"))
-
-
-def test_a_machines_description_becomes_a_state() -> None:
-    text = 'meshmend: 1\nshape: 4x8\nhardware: tpu-v6e\nfailed: ["2x2@0,0", "3,3-3,4"]\nrates: {"2,0-2,1": 1/2}\n'
-    found = answers.read_machine(text, "mine.yaml")
-    assert found["state"] == {
-        "shape": "4x8",
-        "wrap": "none",
-        "fail": ["2x2@0,0"],
-        "fail_cable": ["3,3-3,4"],
-        "cable_rate": ["2,0-2,1=1/2"],
-        "hardware": "tpu-v6e",
-    }
-    assert found["notes"][0].startswith("meshmend machine: 4x8 minus 2x2@0,0")
-    with pytest.raises(MachineError, match=r"mine\.yaml: not a description"):
-        answers.read_machine("nonsense", "mine.yaml")
-    with pytest.raises(ParameterError, match="describes 4,096 chips; the studio shows up to 2,048"):
-        answers.read_machine("meshmend: 1\nshape: 64x64\n", "big.yaml")
-
-
-def test_availability_tells_its_progress() -> None:
-    told: list[dict[str, Any]] = []
-    found = answers.availability(State(shape="4x4", payload="1MB", hardware="tpu-v6e"), told.append)
-    assert [line["run"] for line in told] == [0, 1, 2, 3, 4]
-    assert [row["policy"] for row in found["policies"]] == [kind.name for kind in POLICIES]
-    assert all(0 < row["goodput"]["mean"] <= 1 for row in found["policies"])
-    # Driven as in a job, which the command says.
-    assert found["command"] == ("meshmend availability 4x4 --assume host=4x2,payload_bytes=1MB --hardware tpu-v6e-xla")
-    with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):
-        answers.availability(State(shape="4x4"), told.append, host="3x3")
-
-
-@pytest.mark.parametrize(
-    ("state", "host"),
-    [
-        (State(shape="4x4", wrap="1", payload="1MB", hardware="tpu-v6e", cable_rate=("0,0-0,1=1/2",)), "4x2"),
-        (State(shape="3x3", payload="1MB"), "3x3"),
-    ],
-    ids=["a torus with a slow cable", "hosts without boards"],
-)
-def test_the_command_for_more_is_of_the_same_machine(state: State, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its torus, its slow cables, its boards, its hardware: as many days and runs give the very same goodput."""
-    monkeypatch.setattr(answers, "DAYS", 3.0)
-    monkeypatch.setattr(answers, "RUNS", 2)
-    found = answers.availability(state, lambda _: None, host=host)
-    words = shlex.split(found["command"])
-    done = CliRunner().invoke(app, [*words[1:], "--days", "3", "--runs", "2", "--json"])
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
-    assert facts["wrap"] == list(state.mesh.wrap)
-    assert len(facts["cable_rates"]) == len(state.cable_rate)
-    told, known = facts["policies"], found["policies"]
-    assert [row["goodput"]["mean"] for row in told] == [row["goodput"]["mean"] for row in known]
 
 
 def test_sixteen_by_thirty_two_is_answered_at_once() -> None:

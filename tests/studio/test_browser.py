@@ -333,7 +333,7 @@ def test_nothing_moves_away_from_the_pointer_while_alternatives_come_in(studio: 
     assert studio.run(places) == before
 
 
-def test_files_go_out_and_come_in(studio: Studio, tmp_path: Path) -> None:
+def test_the_picture_and_the_plan_are_files(studio: Studio, tmp_path: Path) -> None:
     studio.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     studio.open(f"{BASE}&fail=2x2@0,0&fail-cable=3,0-3,1")
     studio.find("#export-svg").click()
@@ -346,22 +346,6 @@ def test_files_go_out_and_come_in(studio: Studio, tmp_path: Path) -> None:
     studio.find("#export-plan").click()
     plan = studio.until(lambda: next(tmp_path.glob("meshmend-4x4.npz"), None))
     assert mm.load(plan).mesh == mm.Mesh("4x4", failed=["2x2@0,0"], failed_cables=["3,0-3,1"])
-
-    machine = tmp_path / "mine.yaml"
-    machine.write_text('meshmend: 1\nshape: 3x4\nfailed: ["1,1"]\n', encoding="utf-8")
-    studio.find("#open").send_keys(str(machine))
-    studio.until(lambda: studio.fragment.startswith("shape=3x4"))
-    studio.wait()
-    assert studio.failed == {"1,1"}
-    studio.find("#open").send_keys(str(plan))
-    studio.until(lambda: "saved=" in studio.fragment)
-    studio.wait()
-    assert studio.failed == {"0,0", "0,1", "1,0", "1,1"}
-    assert studio.text("command").startswith("meshmend plan meshmend-4x4.npz ")
-    studio.chip("1,1").click()  # another mesh than the plan's: planned anew
-    studio.wait()
-    assert "saved=" not in studio.fragment
-    assert studio.text("command").startswith("meshmend plan 4x4 ")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

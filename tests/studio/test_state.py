@@ -31,7 +31,7 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.shape)
 def test_the_command_asks_the_same(state: State) -> None:
-    words = shlex.split(state.command())
+    words = shlex.split(state.command)
     assert words[:3] == ["meshmend", "plan", state.shape]
     given: dict[str, list[str]] = {}
     for option, value in zip(words[3::2], words[4::2], strict=True):

@@ -1,22 +1,20 @@
 """Answers: what the page is told about a state. Plain functions from a state to what becomes JSON.
 
-Each runs in a process of its own (`workers`), so that one that nobody waits for any more can be stopped. `tell` sends
-what is known already: rows of a table, the progress of a simulation.
+Each runs in a process of its own (`workers`), so that one that nobody waits for any more can be stopped. What becomes
+known bit by bit, such as the rows of a table, is a generator.
 """
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshmend.availability import Assumptions, Estimate, simulate
 from meshmend.availability.rectangle import largest_box
 from meshmend.availability.throughput import part_of
 from meshmend.cost import Forecast, predict
@@ -25,28 +23,18 @@ from meshmend.cost.units import format_bytes, name_seconds
 from meshmend.drawing.film import film
 from meshmend.drawing.geometry import FigureLayout, strokes
 from meshmend.drawing.page import film_facts
-from meshmend.errors import ParameterError, ScheduleFileError
-from meshmend.machines import machine_of, parse_description
-from meshmend.machines.machine import through_xla
 from meshmend.planning import Auto, choose, plan
 from meshmend.planning.auto import CHOICES, AutoPlanner
 from meshmend.planning.compare import price
 from meshmend.schedule import Schedule
-from meshmend.schedule.serialize import load, save
+from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import verify
-from meshmend.studio.state import MAX_CHIPS, State, whole_machine
-from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, parse_shape
+from meshmend.studio.state import State, whole_machine
+from meshmend.topology import Mesh, Region, name_cable
 
 Facts = dict[str, Any]
-Tell = Callable[[Facts], None]
 MAX_FILM_STEPS = 600
 """Steps that are shown one by one: a longer schedule repeats itself in between."""
-MAX_PLAN_BYTES = 2**28
-"""Largest uploaded plan, unpacked: ten million transfers."""
-DAYS, RUNS = 90.0, 4
-"""A quick estimate of availability; `meshmend availability` simulates twenty years by default."""
-BOARD = (2, 2)
-"""Chips of a board, the default of `meshmend availability`; hosts that such boards do not tile have none."""
 
 
 @lru_cache(maxsize=16)
@@ -80,10 +68,10 @@ def layout(shape: str, wrap: str) -> Facts:
     }
 
 
-def answer(state: State, saved: UploadedPlan | None = None) -> Facts:
+def answer(state: State) -> Facts:
     """Return the plan of a state, its proof, its predicted time, the bound, and what each link carries."""
     started = time.process_time()
-    schedule = _schedule(state, saved)
+    schedule = _schedule(state)
     proof = verify(schedule)
     forecast = predict(schedule, state.payload_bytes, state.chosen_hardware)
     mesh = schedule.mesh
@@ -109,63 +97,40 @@ def answer(state: State, saved: UploadedPlan | None = None) -> Facts:
         "gap": [{"part": part, "seconds": seconds} for part, seconds in forecast.gap.parts.items()],
         "links": _links(schedule),
         "busiest": forecast.busiest_link_load,
-        "command": state.command(None if saved is None else saved.name),
+        "command": state.command,
         "cpu_seconds": time.process_time() - started,
     }
 
 
-def alternatives(state: State, tell: Tell, saved: UploadedPlan | None = None) -> Facts:
-    """Tell one row per alternative: every planner, the largest healthy rectangle, and the machine without failures.
+def alternatives(state: State) -> Iterator[Facts]:
+    """Yield one row per alternative: every planner, the largest healthy rectangle, and the machine without failures.
 
     Every planner has the best of its parameters for this payload on this hardware, within the state's budget. The
     schedules are not proven here: nothing runs them.
     """
-    mesh = state.mesh if saved is None else saved.load().mesh
-    for row in _rows(state, mesh):
-        tell(row)
-    return {}
+    mesh = state.mesh
+    for kind in CHOICES:
+        yield _row(state, mesh, kind.name, kind.name)
+    if mesh.n_chips < mesh.size:
+        part, box = _healthy_part(mesh)
+        detail = f"{box}: {part.n_chips:,} chips, {part.n_chips / mesh.n_chips:.0%} of those that live"
+        yield {**_row(state, part, "sub-mesh", Auto.name), "detail": detail}
+    if not mesh.is_full or mesh.has_slow_cables:
+        whole = Mesh(mesh.shape, wrap=mesh.wrap)
+        yield {**_row(state, whole, "no failures", Auto.name), "detail": f"{whole.size:,} chips"}
 
 
-def steps(state: State, saved: UploadedPlan | None = None) -> Facts:
+def steps(state: State) -> Facts:
     """Return the steps of the plan, as the step-by-step page of `meshmend draw` has them."""
-    schedule = _schedule(state, saved)
+    schedule = _schedule(state)
     verify(schedule)
     last = min(schedule.n_steps, MAX_FILM_STEPS) - 1
     return film_facts(film(schedule, (0, last) if last >= 0 else None))
 
 
-def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
-    """Return what each failure policy is worth on the whole machine: few runs, for a quick estimate.
-
-    Slow cables stay, and the hardware is driven as in a job.
-    """
-    machine = state.mesh.whole
-    shape, hardware = parse_shape(host), through_xla(state.hardware)
-    board = BOARD if len(shape) == len(BOARD) and not any(n % b for n, b in zip(shape, BOARD, strict=True)) else None
-    assumptions = Assumptions.of(machine, host=shape, board=board, payload_bytes=state.payload_bytes, hardware=hardware)
-    tell({"run": 0, "runs": RUNS})
-    study = simulate(
-        assumptions, days=DAYS, runs=RUNS, checks=0, on_run=lambda run: tell({"run": run + 1, "runs": RUNS})
-    )
-    words = ["meshmend", "availability", *state.machine_words]
-    for text in name_cable_rates(machine.cable_rates):
-        words += ["--cable-rate", text]
-    assumed = f"host={host},{'' if board is not None else 'board=none,'}payload_bytes={state.payload}"
-    return {
-        "days": study.days,
-        "runs": study.runs,
-        "hours_between_failures": 1 / assumptions.failures_per_h,
-        "command": shlex.join([*words, "--assume", assumed, "--hardware", hardware]),
-        "policies": [
-            {"policy": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
-            for outcome in study.outcomes
-        ],
-    }
-
-
-def plan_file(state: State, saved: UploadedPlan | None = None) -> bytes:
+def plan_file(state: State) -> bytes:
     """Return the plan, proven, as the file that `meshmend plan --save` writes."""
-    schedule = _schedule(state, saved)
+    schedule = _schedule(state)
     verify(schedule)
     with tempfile.TemporaryDirectory(prefix="meshmend-") as folder:
         path = Path(folder) / "plan.npz"
@@ -173,60 +138,8 @@ def plan_file(state: State, saved: UploadedPlan | None = None) -> bytes:
         return path.read_bytes()
 
 
-class UploadedPlan:
-    """An uploaded plan: where the server keeps it, and the name that it came with."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self.name = name
-
-    def load(self) -> Schedule:
-        """Return the schedule, which is untrusted and not proven yet."""
-        try:
-            schedule = load(self.path, max_bytes=MAX_PLAN_BYTES)
-        except ScheduleFileError as error:
-            raise ScheduleFileError(str(error).replace(str(self.path), self.name)) from None
-        if schedule.mesh.size > MAX_CHIPS:
-            raise ParameterError(
-                f"{self.name} is a plan for {schedule.mesh.size:,} chips; the studio shows up to {MAX_CHIPS:,}. "
-                f"Read it on a terminal: meshmend verify {self.name}"
-            )
-        return schedule
-
-
-def read_plan(saved: UploadedPlan) -> Facts:
-    """Return the state that shows an uploaded plan."""
-    return {"state": _state_facts(State.of(saved.load().mesh)), "notes": []}
-
-
-def read_machine(text: str, name: str) -> Facts:
-    """Return the state of a machine as its own tools describe it, and what its reader has to say about it."""
-    machine = machine_of(parse_description(text, name))
-    mesh = machine.usable_mesh
-    if mesh.size > MAX_CHIPS:
-        raise ParameterError(
-            f"{name} describes {mesh.size:,} chips; the studio shows up to {MAX_CHIPS:,}. Plan it on a terminal: "
-            f"meshmend plan --machine {name}"
-        )
-    known = {} if machine.hardware is None else {"hardware": machine.hardware}
-    return {"state": _state_facts(State.of(mesh, **known)), "notes": [f"{machine.format}: {mesh}", *machine.notes]}
-
-
-def _state_facts(state: State) -> Facts:
-    return {
-        "shape": state.shape,
-        "wrap": state.wrap,
-        "fail": list(state.fail),
-        "fail_cable": list(state.fail_cable),
-        "cable_rate": list(state.cable_rate),
-        "hardware": state.hardware,
-    }
-
-
-def _schedule(state: State, saved: UploadedPlan | None) -> Schedule:
+def _schedule(state: State) -> Schedule:
     """Return the state's plan, not yet proven. The same state gives the same plan: work is counted, not timed."""
-    if saved is not None:
-        return saved.load()
     planner = state.made_planner()
     if isinstance(planner, AutoPlanner):
         return choose(state.mesh, planner).schedule
@@ -254,18 +167,6 @@ def _links(schedule: Schedule) -> dict[str, list[float]]:
     return {name: [a, b] for name, a, b in zip(names, there, back, strict=True)}
 
 
-def _rows(state: State, mesh: Mesh) -> Iterator[Facts]:
-    for kind in CHOICES:
-        yield _row(state, mesh, kind.name, kind.name)
-    if mesh.n_chips < mesh.size:
-        part, box = _healthy_part(mesh)
-        detail = f"{box}: {part.n_chips:,} chips, {part.n_chips / mesh.n_chips:.0%} of those that live"
-        yield {**_row(state, part, "sub-mesh", Auto.name), "detail": detail}
-    if not mesh.is_full or mesh.has_slow_cables:
-        whole = Mesh(mesh.shape, wrap=mesh.wrap)
-        yield {**_row(state, whole, "no failures", Auto.name), "detail": f"{whole.size:,} chips"}
-
-
 def _row(state: State, mesh: Mesh, name: str, planner: str) -> Facts:
     found = price(state.made_planner(planner), mesh, state.payload_bytes, state.chosen_hardware)
     if found.forecast is None:
@@ -284,7 +185,3 @@ def _healthy_part(mesh: Mesh) -> tuple[Mesh, Region]:
     box = largest_box(mesh.live)
     assert box is not None  # noqa: S101  # a mesh has a live chip
     return part_of(mesh, box), box
-
-
-def _estimate(estimate: Estimate) -> Facts:
-    return {"mean": estimate.mean, "half_width": estimate.half_width}

@@ -3,20 +3,17 @@
 Whoever can reach it can use this machine's processors, so it listens on loopback by default, and other web sites cannot
 reach through a visitor's browser: the Host header must name this machine by an address (a name that is rebound to
 127.0.0.1 is refused), and what is posted must come from the page itself. It serves the page's own files, which it has
-read when it started, and what was uploaded to it, under names of its own; it opens nothing else.
+read when it started, and opens nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import ipaddress
 import json
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,14 +30,10 @@ from meshmend.errors import MeshmendError, ParameterError
 from meshmend.planning import Auto
 from meshmend.planning.auto import CHOICES
 from meshmend.studio import answers
-from meshmend.studio.answers import UploadedPlan
 from meshmend.studio.state import MAX_WORD, State
 from meshmend.studio.workers import AnswerProcesses, NoAnswerError
 
 MAX_QUESTION_BYTES = 2**20
-MAX_UPLOAD_BYTES = 2**25
-MAX_UPLOADS = 16
-"""Plans that are kept for the page; the oldest makes room."""
 _OWN, _SCRIPT = files("meshmend.studio") / "page", "text/javascript; charset=utf-8"
 PAGE = {
     "": (_OWN / "index.html", "text/html; charset=utf-8"),
@@ -63,7 +56,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LINES = "application/x-ndjson"
-DEFAULTS = ("shape", "wrap", "hardware", "payload", "planner", "budget", "saved")
+DEFAULTS = ("shape", "wrap", "hardware", "payload", "planner", "budget")
 """Fields of a state that have one value each."""
 
 
@@ -81,12 +74,8 @@ def make_app(listens_on: str = "127.0.0.1") -> Starlette:
             *(Route(f"/{path}", show, methods=["GET"]) for path in PAGE),
             Route("/about", studio.about, methods=["GET"]),
             Route("/layout", studio.layout, methods=["GET"]),
-            Route("/upload", studio.upload, methods=["POST"]),
             Route("/plan", studio.plan, methods=["POST"]),
-            *(
-                Route(f"/{job}", studio.answer, name=job, methods=["POST"])
-                for job in ("answer", "alternatives", "steps", "availability")
-            ),
+            *(Route(f"/{job}", studio.answer, methods=["POST"]) for job in ("answer", "alternatives", "steps")),
         ],
         middleware=[Middleware(_Guard, listens_on=listens_on)],
         exception_handlers={MeshmendError: _refuse, NoAnswerError: _refuse, 404: _not_found, 405: _not_found},
@@ -129,8 +118,8 @@ class _Guard:
         if method != "GET" and origin is not None and origin != f"http://{host}":
             return f"This came from {origin[:MAX_WORD]!r}, expected the studio's own page at http://{host}."
         kind = headers.get("content-type", "").split(";")[0]
-        if method != "GET" and kind not in ("application/json", "application/octet-stream"):
-            return f"The content type is {kind[:MAX_WORD]!r}, expected application/json or application/octet-stream."
+        if method != "GET" and kind != "application/json":
+            return f"The content type is {kind[:MAX_WORD]!r}, expected application/json."
         return None
 
 
@@ -152,19 +141,14 @@ def is_own_name(host: str, listens_on: str) -> bool:
 
 
 class _Studio:
-    """What the routes share: the workers and the uploaded plans."""
+    """The routes, which share the workers."""
 
     _workers: AnswerProcesses
-    _folder: Path
-
-    def __init__(self) -> None:
-        self._uploads: dict[str, UploadedPlan] = {}
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        with tempfile.TemporaryDirectory(prefix="meshmend-studio-") as folder:
-            self._folder, self._workers = Path(folder), AnswerProcesses()
-            yield
+        self._workers = AnswerProcesses()
+        yield
 
     async def about(self, _: Request) -> Response:
         """Say what there is to choose from."""
@@ -184,88 +168,28 @@ class _Studio:
 
     async def answer(self, request: Request) -> Response:
         """Answer a question about a state, one JSON object per line as soon as it is known."""
-        job = request.url.path.lstrip("/")
-        question = _parse(await _body(request, MAX_QUESTION_BYTES))
-        more: dict[str, Any] = {}
-        if job == "availability":
-            host = question.pop("host", "4x2")
-            if not isinstance(host, str) or len(host) > MAX_WORD:
-                raise ParameterError("host is not a shape, expected one as in 4x2.")
-            more["host"] = host
-        state = State.read(question)
-        if job != "availability":
-            more["saved"] = self._saved(state)
-        return await _stream(request, self._workers.run(job, state=state, **more))
+        return await _stream(request, self._workers.run(request.url.path.lstrip("/"), await _asked(request)))
 
     async def plan(self, request: Request) -> Response:
         """Return the plan as a file."""
-        state = State.read(_parse(await _body(request, MAX_QUESTION_BYTES)))
-        async with contextlib.aclosing(self._workers.run("plan_file", state=state, saved=self._saved(state))) as found:
-            async for data in found:
-                return Response(data, media_type="application/octet-stream")
-        raise NoAnswerError("RuntimeError", "The plan was not made.")
-
-    async def upload(self, request: Request) -> Response:
-        """Read a machine's description or a saved plan, and return the state that shows it."""
-        name = request.query_params.get("name", "")[:MAX_WORD]
-        if not name.isprintable() or not name.strip():
-            raise ParameterError("The upload has no name. Give the file's, as in machine.yaml or plan.npz.")
-        data = await _body(request, MAX_UPLOAD_BYTES)
-        if not data:
-            raise ParameterError(f"{name} is empty, expected a machine's description or a saved plan.")
-        if name.endswith(".npz") or data.lstrip().startswith(b"meshmend schedule"):
-            return await self._upload_plan(data, name)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            raise ParameterError(
-                f"{name} is neither text nor .npz, expected a machine's description or a plan that `meshmend plan "
-                "--save` wrote."
-            ) from None
-        return await _stream(request, self._workers.run("read_machine", text=text, name=name))
-
-    async def _upload_plan(self, data: bytes, name: str) -> Response:
-        key = hashlib.sha256(data).hexdigest()[:16]
-        path = self._folder / f"{key}{'.npz' if name.endswith('.npz') else '.txt'}"
-        path.write_bytes(data)
-        saved = UploadedPlan(path, name)
-        async with contextlib.aclosing(self._workers.run("read_plan", saved=saved)) as found:
-            async for facts in found:
-                while len(self._uploads) >= MAX_UPLOADS and key not in self._uploads:
-                    self._uploads.pop(next(iter(self._uploads))).path.unlink(missing_ok=True)
-                self._uploads[key] = saved
-                return JSONResponse({**facts, "state": {**facts["state"], "saved": key}})
-        raise NoAnswerError("RuntimeError", "The plan was not read.")
-
-    def _saved(self, state: State) -> UploadedPlan | None:
-        if state.saved and state.saved not in self._uploads:
-            raise ParameterError(
-                "The saved plan of this link is not here: it was uploaded to a studio that has ended, or made room for "
-                "others. Open its file again."
-            )
-        return self._uploads.get(state.saved)
+        async with contextlib.aclosing(self._workers.run("plan_file", await _asked(request))) as found:
+            return Response(await anext(found), media_type="application/octet-stream")
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """Return what was posted, and stop reading where it is too long."""
+async def _asked(request: Request) -> State:
+    """Return the state that was posted, and stop reading where it is too long."""
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > most:
+        if len(data) > MAX_QUESTION_BYTES:
             raise NoAnswerError(
-                "PayloadTooLargeError", f"The request has more than {most:,} bytes, which is the limit."
+                "PayloadTooLargeError", f"The request has more than {MAX_QUESTION_BYTES:,} bytes, which is the limit."
             )
-    return bytes(data)
-
-
-def _parse(data: bytes) -> dict[str, Any]:
     try:
         question = json.loads(data)
     except (ValueError, RecursionError):
         raise ParameterError("The question is not JSON, expected one object with the fields of a state.") from None
-    if not isinstance(question, dict):
-        raise ParameterError("The question is not an object, expected the fields of a state.")
-    return question
+    return State.read(question)
 
 
 async def _stream(request: Request, found: AsyncGenerator[Any, None]) -> Response:

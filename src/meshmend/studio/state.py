@@ -44,8 +44,6 @@ QUICK_BUDGET_S = 0.5
 class State:
     """A machine, what has failed, and what to plan for: each field is an option of `meshmend plan`.
 
-    `saved` names a plan that was uploaded. It determines the mesh, so that only payload and hardware count beside it.
-
     >>> state = State(shape="8x8", fail=("2x2@2,2",))
     >>> state.mesh
     Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
@@ -64,7 +62,6 @@ class State:
     payload: str = "100MB"
     planner: str = Auto.name
     budget: float = QUICK_BUDGET_S
-    saved: str = ""
 
     def __post_init__(self) -> None:
         if self.hardware not in PRESETS:
@@ -137,23 +134,18 @@ class State:
         return urlencode(words, quote_via=quote, safe=",@=/")
 
     @property
-    def machine_words(self) -> list[str]:
-        """The whole machine, without failures, in the words of any command."""
-        return [self.shape, *([] if self.wrap == "none" else ["--wrap", self.wrap])]
+    def command(self) -> str:
+        """The command that asks for the same on a terminal.
 
-    def command(self, file: str | None = None) -> str:
-        """Return the command that asks for the same on a terminal; of a saved plan, of the file of that name.
-
-        >>> State(shape="8x8", fail=("2x2@2,2",), budget=10).command()
+        >>> State(shape="8x8", fail=("2x2@2,2",), budget=10).command
         'meshmend plan 8x8 --fail 2x2@2,2 --payload 100MB --hardware tpu-v3'
         """
-        words = ["meshmend", "plan", *(self.machine_words if file is None else [file])]
-        if file is None:
-            for option in ("fail", "fail_cable", "cable_rate"):
-                for text in getattr(self, option):
-                    words += [f"--{option.replace('_', '-')}", text]
-            budget = "" if self.budget == MAX_BUDGET_S else f":budget_s={self.budget:g}"
-            words += ["--planner", self.planner + budget] if budget or self.planner != Auto.name else []
+        words = ["meshmend", "plan", self.shape, *([] if self.wrap == "none" else ["--wrap", self.wrap])]
+        for option in ("fail", "fail_cable", "cable_rate"):
+            for text in getattr(self, option):
+                words += [f"--{option.replace('_', '-')}", text]
+        budget = "" if self.budget == MAX_BUDGET_S else f":budget_s={self.budget:g}"
+        words += ["--planner", self.planner + budget] if budget or self.planner != Auto.name else []
         return shlex.join([*words, "--payload", self.payload, "--hardware", self.hardware])
 
 

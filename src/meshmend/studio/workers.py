@@ -14,27 +14,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from meshmend.errors import MeshmendError
 from meshmend.studio import answers
+from meshmend.studio.state import State
 
 MAX_WORKERS = 3
-"""Processes at once: an answer, its alternatives and a simulation of one page."""
+"""Processes at once: an answer, its alternatives and its steps on one page."""
 TIME_LIMIT_S = 180.0
-WITH_ROWS: dict[str, Callable[..., Any]] = {"alternatives": answers.alternatives, "availability": answers.availability}
-JOBS: dict[str, Callable[..., Any]] = {
+JOBS: dict[str, Callable[[State], Any]] = {
     "answer": answers.answer,
+    "alternatives": answers.alternatives,
     "steps": answers.steps,
     "plan_file": answers.plan_file,
-    "read_plan": answers.read_plan,
-    "read_machine": answers.read_machine,
-    **WITH_ROWS,
 }
-PRELOAD = ["meshmend.studio.workers", "scipy.ndimage", "scipy.optimize", "scipy.sparse.csgraph", "scipy.special"]
+PRELOAD = ["meshmend.studio.workers", "scipy.ndimage", "scipy.optimize", "scipy.sparse.csgraph"]
 
 
 class NoAnswerError(Exception):
@@ -53,11 +51,11 @@ class AnswerProcesses:
         self._context.set_forkserver_preload(PRELOAD)
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
-    async def run(self, job: str, **arguments: Any) -> AsyncGenerator[Any, None]:
-        """Yield what a job tells and last its result, or raise `NoAnswerError`. Closing it ends the process."""
+    async def run(self, job: str, state: State) -> AsyncGenerator[Any, None]:
+        """Yield what a job finds out about a state, or raise `NoAnswerError`. Closing it ends the process."""
         async with self._slots:
             ours, theirs = self._context.Pipe(duplex=False)
-            process = self._context.Process(target=_work, args=(theirs, job, arguments), daemon=True)
+            process = self._context.Process(target=_work, args=(theirs, job, state), daemon=True)
             process.start()
             theirs.close()
             messages: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
@@ -74,9 +72,9 @@ class AnswerProcesses:
                         kind, value = await messages.get()
                     if kind == "error":
                         raise NoAnswerError(*value)
-                    yield value
-                    if kind == "result":
+                    if kind == "end":
                         return
+                    yield value
             except TimeoutError:
                 raise NoAnswerError(
                     "TimeoutError",
@@ -99,16 +97,14 @@ def _read(connection: Connection, process: BaseProcess, put: Callable[[tuple[str
     process.join()
 
 
-def _work(connection: Connection, job: str, arguments: dict[str, Any]) -> None:
+def _work(connection: Connection, job: str, state: State) -> None:
     """Run a job in this process, and send what comes of it."""
-
-    def tell(value: Any) -> None:
-        connection.send(("row", value))
-
-    more = {"tell": tell} if job in WITH_ROWS else {}
     with contextlib.suppress(BrokenPipeError):
         try:
-            connection.send(("result", JOBS[job](**arguments, **more)))
+            found = JOBS[job](state)
+            for value in found if isinstance(found, Iterator) else [found]:
+                connection.send(("value", value))
+            connection.send(("end", None))
         except MeshmendError as error:
             connection.send(("error", (type(error).__name__, str(error))))
         except MemoryError:

@@ -19,8 +19,8 @@ export async function get(path) {
   return read(await fetch(path));
 }
 
-function post(path, body, signal, type = "application/json") {
-  return fetch(path, {method: "POST", body: type === "application/json" ? JSON.stringify(body) : body, headers: {"Content-Type": type}, signal});
+function post(path, question, signal) {
+  return fetch(path, {method: "POST", body: JSON.stringify(question), headers: {"Content-Type": "application/json"}, signal});
 }
 
 // Yields every line of an answer as soon as it is here. Aborting the signal ends the work on the server too.
@@ -51,8 +51,4 @@ export async function download(path, question) {
   const response = await post(path, question);
   if (response.headers.get("Content-Type") !== "application/octet-stream") await read(response);
   return response.blob();
-}
-
-export async function upload(file) {
-  return read(await post("upload?name=" + encodeURIComponent(file.name), file, undefined, "application/octet-stream"));
 }

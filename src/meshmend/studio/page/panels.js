@@ -115,20 +115,6 @@ export class Alternatives {
   }
 }
 
-export function showGoodput(found) {
-  const best = Math.max(...found.policies.map(({goodput}) => goodput.mean));
-  $("goodput").tBodies[0].replaceChildren(...found.policies.map(({policy, goodput}) => {
-    const node = element("tr", "", goodput.mean === best ? "best" : ""), name = element("td", policy), meter = element("span", "", "meter"), fill = element("i");
-    fill.style.width = `${100 * goodput.mean}%`;
-    meter.append(fill);
-    name.append(meter);
-    node.append(name, element("td", (100 * goodput.mean).toFixed(1) + " %", "number"), element("td", (100 * goodput.half_width).toFixed(1), "number"));
-    return node;
-  }));
-  $("goodput").hidden = false;
-  $("availability-note").textContent = `${found.runs} runs of ${found.days} days, a failure every ${found.hours_between_failures.toFixed(0)} h. For more: ${found.command}`;
-}
-
 export function showLegend(view, phases = []) {
   const box = $("legend");
   box.replaceChildren();

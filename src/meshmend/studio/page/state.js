@@ -9,17 +9,13 @@ export function empty(defaults) {
 export function read(fragment, defaults) {
   const words = new URLSearchParams(fragment.replace(/^#/, ""));
   const state = empty(defaults);
-  for (const name of ["shape", "wrap", "hardware", "payload", "planner", "saved"]) {
+  for (const name of ["shape", "wrap", "hardware", "payload", "planner"]) {
     if (words.has(name)) state[name] = words.get(name);
   }
   if (words.has("budget")) state.budget = Number(words.get("budget")) || defaults.budget;
-  take(state, words.getAll("fail"), words.getAll("fail-cable"), words.getAll("cable-rate"));
+  state.failed = new Set(words.getAll("fail").flatMap(chipsOf));
+  state.cables = new Map([...words.getAll("fail-cable").map(name => [name, "0"]), ...words.getAll("cable-rate").map(text => text.split("="))]);
   return state;
-}
-
-export function take(state, fail, failCable, cableRate) {
-  state.failed = new Set(fail.flatMap(chipsOf));
-  state.cables = new Map([...failCable.map(name => [name, "0"]), ...cableRate.map(text => text.split("="))]);
 }
 
 // The chips of a box such as 2x2@4,6, or of one chip.
@@ -58,13 +54,13 @@ const dead = state => [...state.cables].filter(([, rate]) => rate === "0").map((
 const slow = state => [...state.cables].filter(([, rate]) => rate !== "0").map(([name, rate]) => `${name}=${rate}`).sort();
 
 export function question(state) {
-  const {shape, wrap, hardware, payload, planner, budget, saved} = state;
-  return {shape, wrap, hardware, payload, planner, budget, saved, fail: boxes(state.failed), fail_cable: dead(state), cable_rate: slow(state)};
+  const {shape, wrap, hardware, payload, planner, budget} = state;
+  return {shape, wrap, hardware, payload, planner, budget, fail: boxes(state.failed), fail_cable: dead(state), cable_rate: slow(state)};
 }
 
 export function write(state, defaults) {
   const words = [["shape", state.shape]];
-  for (const name of ["wrap", "hardware", "payload", "planner", "budget", "saved"]) {
+  for (const name of ["wrap", "hardware", "payload", "planner", "budget"]) {
     if (String(state[name]) !== String(defaults[name])) words.push([name, state[name]]);
   }
   for (const box of boxes(state.failed)) words.push(["fail", box]);

@@ -1,8 +1,8 @@
 // The studio: holds the state, asks about it, and shows the answers. Every change asks anew and ends what was asked.
 
-import {ask, askOnce, download, get, upload} from "./client.js";
+import {ask, askOnce, download, get} from "./client.js";
 import {MeshView} from "./mesh.js";
-import {Alternatives, notice, offer, showAnswer, showGoodput, showLegend, showNoPlan} from "./panels.js";
+import {Alternatives, notice, offer, showAnswer, showLegend, showNoPlan} from "./panels.js";
 import {Film} from "./film.js";
 import * as states from "./state.js";
 
@@ -70,8 +70,6 @@ function change(how) {
   const next = {...state, failed: new Set(state.failed), cables: new Map(state.cables)};
   how(next);
   if (next.shape !== state.shape || next.wrap !== state.wrap) { next.failed.clear(); next.cables.clear(); }
-  const machine = s => JSON.stringify([s.shape, s.wrap, states.boxes(s.failed), [...s.cables], s.planner, s.budget]);
-  if (next.saved && next.saved === state.saved && machine(next) !== machine(state)) next.saved = "";
   if (states.write(next, defaults) === before) return;
   past.push(before);
   become(next);
@@ -169,7 +167,7 @@ async function askNow() {
     document.body.dataset.answered = states.write(state, defaults);
     if (view === "steps") showSteps(signal);
     const table = new Alternatives(answer);
-    for await (const row of ask("alternatives", question, signal)) if (row.name) table.add(row);
+    for await (const row of ask("alternatives", question, signal)) table.add(row);
     document.body.dataset.compared = states.write(state, defaults);
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
@@ -272,35 +270,6 @@ $("export-svg").addEventListener("click", () => saveAs(new Blob([mesh.picture(la
 $("export-plan").addEventListener("click", async () => {
   try { saveAs(await download("plan", states.question(state)), `meshmend-${state.shape}.npz`); } catch (error) { notice(error.message); }
 });
-$("open").addEventListener("change", async () => {
-  const [file] = $("open").files;
-  if (!file) return;
-  try {
-    const found = await upload(file), next = {...state, ...found.state, saved: found.state.saved ?? ""};
-    states.take(next, found.state.fail, found.state.fail_cable, found.state.cable_rate);
-    if (found.state.saved) next.hardware = state.hardware;
-    past.push(states.write(state, defaults));
-    become(next);
-    toast([`${file.name} is open.`, ...found.notes].join(" "));
-  } catch (error) { notice(error.message); }
-  $("open").value = "";
-});
-
-$("estimate").addEventListener("click", async () => {
-  $("estimate").disabled = true;
-  $("progress").hidden = false;
-  $("progress").removeAttribute("value");
-  $("availability-note").textContent = "Planning the states that a machine goes through …";
-  try {
-    for await (const line of ask("availability", {...states.question(state), saved: "", host: $("host").value.trim()})) {
-      if (line.policies) showGoodput(line);
-      else if (line.run) { $("progress").max = line.runs; $("progress").value = line.run; $("availability-note").textContent = `${line.run} of ${line.runs} runs`; }
-    }
-  } catch (error) { $("goodput").hidden = true; $("availability-note").textContent = error.message; }
-  $("estimate").disabled = false;
-  $("progress").hidden = true;
-});
-
 // Themes: the system's, until the button says otherwise.
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
