@@ -10,8 +10,6 @@ import pytest
 import commandline
 from commandline import run_json
 from descriptions import OWN, SAMPLES, nodes
-from meshmend import Mesh
-from meshmend.cli.machine import coloured, picture
 
 
 @pytest.fixture
@@ -29,7 +27,6 @@ def test_it_shows_what_is_missing_and_whom_to_call(mine: Path) -> None:
     assert "4x8 wrapped on axis 1 minus 1x1@0,3, 2x2@2,0, 1 cable with 1 slow cable" in out
     assert "(0,3) tray1.chip3 on node0" in out
     assert "0,0-0,1 at 1/2" in out
-    assert "o===o---o   x   o---o---o---o" in out
     assert f"next: meshmend plan --machine {mine} --payload 100MB --hardware tpu-v3" in out
 
 
@@ -38,17 +35,6 @@ def test_json_has_the_same_facts(mine: Path) -> None:
     assert (facts["mesh"], facts["chips"], facts["call"]) == ("4x8", 27, ["node0"])
     assert facts["cable_rates"] == {"0,0-0,1": "1/2"}
     assert {"at": [0, 3], "name": "tray1.chip3", "host": "node0"} in facts["failed_chips"]
-
-
-def test_the_terminals_picture_tells_what_has_failed_and_what_is_slow(mine: Path) -> None:
-    out = run("machine", mine)
-    assert "o===o---o   x   o---o---o---o\n" in out
-    assert "o---o-x-o---o---o---o---o---o\n" in out
-    assert 'o chip; x failed chip, -x- failed cable; = and " slow cables; wrap cables are not shown' in out
-    drawn = coloured(picture(Mesh("1x3", failed_cables=["0,0-0,1"], cable_rates={"0,1-0,2": 0.5})))
-    assert drawn.plain == "\no-x-o===o"
-    styles = {drawn.plain[span.start]: str(span.style) for span in drawn.spans}
-    assert styles == {"-": "dim", "x": "bold red", "=": "yellow"}
 
 
 def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:

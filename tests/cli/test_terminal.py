@@ -200,17 +200,6 @@ def test_progress_is_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert words_on_screen(True, as_json=True) == ""
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("meshmend pl", {"plan"}),
-        ("meshmend plan 8x8 --planner we", {"weave"}),
-        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-pallas", "tpu-v6e-xla"}),
-        ("meshmend draw 8x8 --what lo", {"load"}),
-        ("meshmend compare 8x8 --mode a", {"asynchronous"}),
-    ],
-)
-def test_the_shell_completes(typed: str, offered: set[str]) -> None:
-    settings = {"_MESHMEND_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    result = CliRunner(env=settings).invoke(app, [], prog_name="meshmend")
-    assert set(result.stdout.split()) == offered
+def test_the_shell_completes() -> None:
+    settings = {"_MESHMEND_COMPLETE": "complete_bash", "COMP_WORDS": "meshmend pl", "COMP_CWORD": "1"}
+    assert CliRunner(env=settings).invoke(app, [], prog_name="meshmend").stdout.split() == ["plan"]

@@ -23,8 +23,6 @@ from meshmend.cli.options import (
     MachineOptions,
     OptionalShapeArgument,
     WrapOption,
-    complete_hardware,
-    completing,
     option,
 )
 from meshmend.cli.outputs import check_output
@@ -73,7 +71,6 @@ def command(
             "--assume",
             "NAME=X,…",
             "Other assumptions than the published ones, as in spares=1,restart_s=60 or payload_bytes=50MB. Repeatable.",
-            autocompletion=completing(*TABLE),
         ),
     ] = None,
     _: Annotated[
@@ -86,7 +83,6 @@ def command(
             "NAME[:P=X,…]",
             f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
             show_default=f"the machine's, as a job drives it: {JOB_HARDWARE}",
-            autocompletion=complete_hardware,
         ),
     ] = None,
     log: Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from meshmend.bench.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import FailOption, JsonOption, complete_hardware, complete_planner, option
+from meshmend.cli.options import FailOption, JsonOption, option
 from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
 from meshmend.cost.units import format_bytes
@@ -35,7 +35,7 @@ def command(
     ] = None,
     planner: Annotated[
         list[str] | None,
-        option("--planner", "NAME", "Only these. Repeatable.", show_default="all", autocompletion=complete_planner),
+        option("--planner", "NAME", "Only these. Repeatable.", show_default="all"),
     ] = None,
     repeat: Annotated[int, option("--repeat", "N", "Runs per case; the best counts.", min=1)] = 3,
     hardware: Annotated[
@@ -45,7 +45,6 @@ def command(
             "NAME",
             "The preset or file that plans and predictions are made for.",
             show_default="measured first",
-            autocompletion=complete_hardware,
         ),
     ] = None,
     json: JsonOption = False,

@@ -18,8 +18,6 @@ from meshmend.cli.options import (
     JsonOption,
     MachineOptions,
     OptionalPlanArgument,
-    complete_planner,
-    completing,
     given_options,
     is_file,
     load_plan,
@@ -56,7 +54,6 @@ def command(
             "NAME[:P=X,…]",
             f"One of: {', '.join(PLANNERS)}; its parameters after a colon, as in weave:chunks=64.",
             show_default=Auto.name,
-            autocompletion=complete_planner,
         ),
     ] = None,
     collective: CollectiveOption = Collective.ALL_REDUCE,
@@ -68,7 +65,6 @@ def command(
             "WHAT",
             f"One of: {', '.join(WHAT)}.",
             show_default="what fits best",
-            autocompletion=completing(*WHAT),
         ),
     ] = None,
     chunk: Annotated[
@@ -90,7 +86,6 @@ def command(
             "NAME",
             f"One of: {', '.join(SCHEMES)}.",
             show_default="the best",
-            autocompletion=completing(*SCHEMES),
         ),
     ] = None,
     channels: Annotated[

@@ -11,14 +11,12 @@ from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, option, read_wrap
-from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
 from meshmend.topology import Mesh, name_cable, parse_shape
 
-MOST_ROWS = 32
-"""Pictures of larger meshes do not fit a terminal."""
 MOST_LISTED = 12
 
 
@@ -116,8 +114,6 @@ def _show(machine: Machine, then: str | None) -> None:
         "notes": "\n".join(plain(note) for note in machine.notes),
     }
     print_facts(f"{machine.file}", {name: value for name, value in facts.items() if value})
-    if mesh.n_axes == 2 and max(mesh.shape) <= MOST_ROWS:
-        terminal().print(coloured(picture(mesh)), "", Text(_legend(mesh), style="dim"), sep="\n")
     if then is not None:
         print_line(("next: ", "dim"), plain(then))
 
@@ -134,51 +130,3 @@ def _between(machine: Machine, cable: tuple[tuple[int, ...], tuple[int, ...]]) -
 def _listed(rows: list[str]) -> str:
     more = [f"and {len(rows) - MOST_LISTED} more (--json lists all)"] if len(rows) > MOST_LISTED else []
     return "\n".join(plain(row) for row in [*rows[:MOST_LISTED], *more])
-
-
-def picture(mesh: Mesh) -> str:
-    """Return a 2-D mesh in characters: o is a chip, = and " a slow cable, x what has failed; wrap cables are not shown.
-
-    >>> print(picture(Mesh("2x4", failed=["0,3"], failed_cables=["0,1-0,2"], cable_rates={"0,0-0,1": 0.5})))
-    o===o-x-o   x
-    |   |   |
-    o---o---o---o
-    """
-    rows, columns = mesh.shape
-
-    def mark(a: tuple[int, int], b: tuple[int, int], down: bool) -> str:
-        if not (mesh.live[a] and mesh.live[b]):
-            return " " if down else "   "
-        if (a, b) in mesh.failed_cables:
-            return "x" if down else "-x-"
-        if (a, b) in mesh.cable_rates:
-            return '"' if down else "==="
-        return "|" if down else "---"
-
-    lines = []
-    for r in range(rows):
-        line, below = "", ""
-        for c in range(columns):
-            line += "o" if mesh.live[r, c] else "x"
-            line += mark((r, c), (r, c + 1), False) if c + 1 < columns else ""
-            below += (mark((r, c), (r + 1, c), True) + "   ") if r + 1 < rows else ""
-        lines += [line.rstrip(), below.rstrip()]
-    return "\n".join(lines[:-1])
-
-
-def coloured(drawn: str) -> Text:
-    """Return a picture in characters with what has failed in red and slow cables in yellow."""
-    text = Text(f"\n{drawn}")
-    text.highlight_regex("[-|]", "dim")
-    text.highlight_regex("x", "bold red")
-    text.highlight_regex('[="]', "yellow")
-    return text
-
-
-def _legend(mesh: Mesh) -> str:
-    """Say what the picture's characters mean, and what it leaves out."""
-    words = ["o chip"]
-    words += [] if mesh.is_full else ["x failed chip, -x- failed cable"]
-    words += ['= and " slow cables'] if mesh.has_slow_cables else []
-    words += ["wrap cables are not shown"] if any(mesh.wrap) else []
-    return "; ".join(words) + "\n"

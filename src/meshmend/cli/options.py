@@ -35,17 +35,6 @@ def option(name: str, metavar: str, text: str, *short: str, **settings: Any) -> 
     return typer.Option(name, *short, metavar=metavar or None, help=text, **settings)
 
 
-def completing(*names: str) -> Callable[[str], list[str]]:
-    """Return what a shell calls to complete one of these names.
-
-    >>> completing("weave", "row-pairs")("we")
-    ['weave']
-    """
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
-
-
-complete_planner = completing(*PLANNERS)
-complete_hardware = completing(*PRESETS)
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
 OptionalPlanArgument = Annotated[
     str | None,
@@ -86,7 +75,6 @@ PlannerOption = Annotated[
         "NAME[:P=X,…]",
         f"One of: {', '.join(PLANNERS)} (the fastest of them); its parameters after a colon, as in "
         "row-pairs:segments=2 or auto:budget_s=60.",
-        autocompletion=complete_planner,
     ),
 ]
 NeighboursOption = Annotated[
@@ -94,7 +82,7 @@ NeighboursOption = Annotated[
 ]
 CollectiveOption = Annotated[
     str,
-    option("--collective", "NAME", f"What to plan: {', '.join(Collective)}.", autocompletion=completing(*Collective)),
+    option("--collective", "NAME", f"What to plan: {', '.join(Collective)}."),
 ]
 PayloadOption = Annotated[str, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.")]
 OptionalPayloadOption = Annotated[
@@ -108,7 +96,6 @@ HardwareOption = Annotated[
         f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote. Other numbers after a colon, as "
         "in tpu-v3:hop_latency_s=2us.",
         show_default=DEFAULT_HARDWARE,
-        autocompletion=complete_hardware,
     ),
 ]
 """What is not given is as the machine's description says: see `MachineOptions.hardware`."""
@@ -194,7 +181,6 @@ class PriceOptions:
             "--mode",
             "NAME",
             "How the engine synchronizes: lock-step (a barrier per step), or asynchronous.",
-            autocompletion=completing(*MODES),
         ),
     ] = "lock-step"
 

@@ -30,16 +30,13 @@ from meshmend.cli.options import (
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, print_rows, working
 from meshmend.cost import Forecast, busiest_link_load, predict
-from meshmend.cost.hardware import MODES, hardware_facts
+from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES, split_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
-
-MAX_BOTH_MODES = 2**20
-"""Transfers of a plan that is priced in both modes: more would take seconds."""
 
 
 def command(
@@ -91,33 +88,18 @@ def command(
         proof = verify(schedule)
         tell("predicting its time, and the bound")
         forecast = predict(schedule, payload_bytes, hardware, mode=mode)
-        other = _other_mode(schedule, forecast)
     if save_to is not None:
         save(schedule, save_to)
     if json:
         facts = schedule_facts(schedule, proof) | _time_facts(forecast) | {"plan_seconds": plan_seconds}
-        if other is not None:
-            facts["other_mode"] = {"mode": other.mode, "seconds": other.seconds}
         if choice is not None:
             facts["considered"] = [_candidate_facts(candidate) for candidate in choice.considered]
         print_json(facts)
     else:
-        more: dict[str, str] = {}
-        if other is not None:
-            more[other.mode] = f"{name_seconds(other.seconds)} in this mode"
-        more |= {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
+        more = {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
         show_schedule(schedule, proof, more, forecast)
         if choice is not None:
             _show_considered(choice)
-
-
-def _other_mode(schedule: Schedule, forecast: Forecast) -> Forecast | None:
-    """Return the same plan's forecast in the other mode, if its time differs and can be told quickly."""
-    if schedule.n_transfers > MAX_BOTH_MODES:
-        return None
-    (mode,) = [one for one in MODES if one != forecast.mode]
-    other = predict(schedule, forecast.payload_bytes, forecast.hardware, mode=mode)
-    return other if abs(other.seconds - forecast.seconds) > 0.01 * forecast.seconds else None
 
 
 def _time_facts(forecast: Forecast) -> dict[str, Any]:

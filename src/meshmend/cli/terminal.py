@@ -1,13 +1,11 @@
 """Output for people on a terminal.
 
 Names in files, error messages and paths come from outside. Nothing here reads them as markup, and control characters
-reach the terminal as visible escapes, so that what is shown is what is there. Characters that the terminal's encoding
-lacks are replaced by the nearest ones.
+reach the terminal as visible escapes, so that what is shown is what is there.
 """
 
 from __future__ import annotations
 
-import codecs
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,22 +156,8 @@ def _least_width(column: Column) -> int:
     return max([column.min_width or 0, *map(cell_len, [*words, *cells])])
 
 
-_NEAREST = {"✓": "ok", "✗": "no", "×": "x", "–": "-", "−": "-", "—": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
-_NEAREST |= {"±": "+-", "µ": "u", "μ": "u", "━": "-", "╺": "-", "╸": "-", "’": "'", "λ": "lambda"}
-
-
-def _write_nearest(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end]
-    return "".join(_NEAREST.get(c, c.encode("unicode_escape").decode()) for c in text), error.end
-
-
-codecs.register_error("meshmend", _write_nearest)
-
-
 def write_what_the_encoding_lacks() -> None:
-    """Replace characters that standard output and standard error cannot encode, instead of failing."""
+    """Write ? for characters that standard output and standard error cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="meshmend")
+            stream.reconfigure(errors="replace")
