@@ -10,13 +10,12 @@ import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import pytest
-
 import meshmend
 from meshmend.extras import TESTED
 from meshmend.planning.auto import CHOICES
 
 SOURCE = Path(meshmend.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
 # In order: a part may import itself and lines above its own, neither what is below nor what is beside it.
 PACKAGES = [
     ["topology"],
@@ -61,13 +60,14 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_run_one_way(path: Path) -> None:
-    part = part_of(path)
-    for other in imports_of(path) - {part}:
-        assert FLOORS[other] < FLOORS[part], f"{path.name} reaches from {part!r} to {other!r}"
-    if part == "planning" and path.name not in CHOOSERS:
-        assert imports_of(path) <= PLANNERS_MAY
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for path in FILES:
+        part, others = part_of(path), imports_of(path)
+        wrong += [f"{path} imports {other}" for other in others - {part} if FLOORS[other] >= FLOORS[part]]
+        if part == "planning" and path.name not in CHOOSERS:
+            wrong += [f"{path}, a planner, imports {other}" for other in others - PLANNERS_MAY]
+    assert not wrong
 
 
 def rooms_imported(text: str) -> set[tuple[str, ...]]:
@@ -90,13 +90,13 @@ def enters_wrongly(room: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return ROOMS.index(other[0]) > ROOMS.index(room[0])
 
 
-@pytest.mark.parametrize(
-    "path", sorted((SOURCE / "jax").rglob("*/*.py")), ids=lambda p: str(p.relative_to(SOURCE / "jax"))
-)
-def test_imports_between_rooms_run_one_way(path: Path) -> None:
-    room = path.relative_to(SOURCE / "jax").with_suffix("").parts
-    for other in rooms_imported(path.read_text(encoding="utf-8")):
-        assert not enters_wrongly(room, other), f"{'/'.join(room)} reaches {'/'.join(other)}"
+def test_imports_between_rooms_run_one_way() -> None:
+    wrong = []
+    for path in sorted((SOURCE / "jax").rglob("*/*.py")):
+        room = path.relative_to(SOURCE / "jax").with_suffix("").parts
+        others = rooms_imported(path.read_text(encoding="utf-8"))
+        wrong += [f"{'/'.join(room)} reaches {'/'.join(other)}" for other in others if enters_wrongly(room, other)]
+    assert not wrong
 
 
 def test_imports_against_the_order_of_rooms_are_found() -> None:
@@ -208,23 +208,29 @@ ENGINES_MAY |= {"StepDemands", "StepPlan", "Workload", "plan_broadcast", "plan_s
 PLANNER_FREE = ("cost", "drawing", "jax", "numpy", "torch")
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_nothing_right_of_the_schedule_imports_a_planner(path: Path) -> None:
-    part = part_of(path)
-    if part not in PLANNER_FREE:
-        return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("meshmend.planning") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshmend.planning"):
-            assert part in ("jax", "torch"), "only engines plan, and only what they run"
-            assert node.module == "meshmend.planning"
-            assert {alias.name for alias in node.names} <= ENGINES_MAY
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "plan":
-            given = [*node.args, *(word.value for word in node.keywords)]
-            words = {value.value for value in given if isinstance(value, ast.Constant)}
-            assert not words & {kind.name for kind in CHOICES}, "a planner is asked for by name"
+def uses_a_planner(node: ast.AST, part: str) -> bool:
+    """Whether a node imports what its part may not have of planning, or asks for a planner by its name."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("meshmend.planning") for alias in node.names)
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshmend.planning"):
+        names = {alias.name for alias in node.names}
+        return part not in ("jax", "torch") or node.module != "meshmend.planning" or not names <= ENGINES_MAY
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "plan":
+        given = [*node.args, *(word.value for word in node.keywords)]
+        return bool({one.value for one in given if isinstance(one, ast.Constant)} & {kind.name for kind in CHOICES})
+    return False
+
+
+def test_nothing_right_of_the_schedule_imports_a_planner() -> None:
+    """Only engines plan, and only what they run."""
+    wrong = [
+        f"{path}:{getattr(node, 'lineno', 0)}"
+        for path in FILES
+        if part_of(path) in PLANNER_FREE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if uses_a_planner(node, part_of(path))
+    ]
+    assert not wrong
 
 
 def test_importing_meshmend_brings_no_extra() -> None:
@@ -272,12 +278,13 @@ def libraries(tree: ast.Module) -> set[str]:
     return found & {"jax", "jaxlib", "torch", "torchft", "optax", "orbax", "grain", "flax"}
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_private_names_of_libraries_stay_in_one_file_for_each(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    file = path.relative_to(SOURCE).as_posix()
-    if libraries(tree) and file not in PRIVATE:
-        assert not private_names(tree), f"put them into one of {sorted(PRIVATE)}, each with a test of its own"
+def test_private_names_of_libraries_stay_in_one_file_for_each() -> None:
+    wrong = {}
+    for path in FILES:
+        tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(SOURCE).as_posix()
+        if libraries(tree) and file not in PRIVATE and (names := private_names(tree)):
+            wrong[file] = names
+    assert not wrong, f"put them into one of {sorted(PRIVATE)}, each with a test of its own"
 
 
 def test_private_names_would_be_found() -> None:
@@ -286,29 +293,6 @@ def test_private_names_would_be_found() -> None:
     assert private_names(ast.parse(imports + code)) == {"_src", "_pytree", "_c"}
     for file, known in PRIVATE.items():
         assert libraries(ast.parse((SOURCE / file).read_text(encoding="utf-8"))) >= known
-
-
-def overridden(tree: ast.Module) -> set[str]:
-    """Methods with a leading underscore of classes that have a base: names that a library calls."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.bases]
-    names = {item.name for one in classes for item in one.body if isinstance(item, ast.FunctionDef)}
-    return {name for name in names if name.startswith("_") and not name.startswith("__")}
-
-
-def test_few_private_names_of_libraries_are_used() -> None:
-    """24 when meshmend had upper bounds for their sake; `jax._src` counts once for each name that is taken from it."""
-    found = set()
-    for file in PRIVATE:
-        tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
-        of_src = {
-            f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and "._" in (node.module or "")
-            for alias in node.names
-        }
-        found |= (private_names(tree) | overridden(tree) | of_src) - {"_src"}
-    assert len(found) <= 12, sorted(found)
-    assert len(found) >= 8, "or nothing is counted"
 
 
 def test_what_is_used_of_jax_and_torch_has_no_upper_bound() -> None:
@@ -330,25 +314,6 @@ def test_no_function_is_longer_than_a_hundred_lines() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 100
     ]
     assert not long
-
-
-def test_few_packages_know_each_other() -> None:
-    paths = {module_of(path): path for path in SOURCE.rglob("*.py")}
-    packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
-    pairs = {
-        (name.split(".")[1], other.split(".")[1])
-        for name, path in paths.items()
-        for other in modules_imported(ast.parse(path.read_text(encoding="utf-8")), paths)
-        if name != SOURCE.name and other != SOURCE.name
-    }
-    assert 50 < len([pair for pair in pairs if len(set(pair)) == 2 and packages.issuperset(pair)]) < 110
-
-
-def test_any_is_rare_in_jax() -> None:
-    words = [
-        word for path in (SOURCE / "jax").rglob("*.py") for word in re.findall(r"\bAny\b", path.read_text("utf-8"))
-    ]
-    assert 0 < len(words) <= 500
 
 
 def test_no_file_is_two_ideas() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,39 +90,6 @@ def test_the_command_is_there(command: str) -> None:
 
 def test_it_fits_on_two_screens() -> None:
     assert len(README.splitlines()) <= 120
-
-
-def test_what_the_job_prints_is_what_the_launcher_says() -> None:
-    """Line by line, as `tests/jax_restart/test_transcript.py` finds them: the figures are those of one run."""
-    (printed,) = re.findall(r"^```text\n(.*?)^```$", README, re.M | re.S)
-    said = [
-        r"meshmend │ 4x6 in hosts of 2x2: 6 hosts on this machine, files in \S+/shared",
-        r"meshmend │ round 1: hosts 0, 1, 2, 3, 4, 5 start",
-        r"(meshmend │ round 1: .* …\n)*meshmend │ round 1: step 1 is done on 24 chips, [\d.]+ s after the start \(.*\)",
-        r"meshmend │ copies in memory survive the failure of any 5 of 6 hosts at once: each keeps the whole state",
-        r"host 0 │ 20 2\.\d+ 24",
-        r"host 0 │ 40 2\.\d+ 24",
-        r"meshmend │ host 1 is killed after step 4\d, its memory is lost",
-        r"meshmend │ round 1 ends: host 1 is lost: its connection to the store broke",
-        r"meshmend │ round 2: hosts 0, 2, 3, 4, 5 start",
-        r"(meshmend │ round 2: .* …\n)*meshmend │ round 2: training again on 20 chips: resumed from step \d\d "
-        r"\(memory\), step \d\d is done [\d.]+ s after the loss \(.*\)",
-        r"(meshmend │ round 2: steps \d\d to 4\d are repeated, because copies in memory are kept every \d+ steps\n)?"
-        r"(host 0 │ 40 2\.\d+ 20\n)?host 0 │ 60 2\.\d+ 20",
-        r"host 0 │ 80 1\.\d+ 20",
-        r"host 0 │ 100 1\.\d+ 20",
-        r"meshmend │ done: 100 steps on 24, then 20 chips in \d+ s\n",
-    ]
-    assert re.fullmatch("\n".join(said), printed)
-
-
-def test_the_badges_are_drawn_by_their_script() -> None:
-    figures = ROOT / "docs" / "figures"
-    drawn = runpy.run_path(str(figures / "badges.py"))["pictures"]()
-    assert {path: path.read_text(encoding="utf-8") for path in figures.glob("badge-*.svg")} == drawn, (
-        "run: python docs/figures/badges.py"
-    )
-    assert set(re.findall(r"docs/figures/(badge-\w+\.svg)", README)) == {path.name for path in drawn}
 
 
 ON_ITS_PAGE_ONLY = ("optical cubes", "dynamic slices", "elastic slices")
