@@ -43,7 +43,7 @@ def test_programs_get_the_same_and_every_assumption() -> None:
     assert [level["name"] for level in assumed["levels"]] == ["host", "board", "chip"]
     assert assumed["payload_bytes"] == 1e6
     assert (assumed["cube"], assumed["slice_shape"], assumed["copies_s"]) == ("8x8", "4x4", None)
-    assert assumed.keys() - {"levels", "rates_from"} == facts["sources"].keys()
+    assert assumed.keys() - {"levels"} == facts["sources"].keys()
     assert "Llama 3" in facts["sources"]["mtbf_host_h"]
 
 

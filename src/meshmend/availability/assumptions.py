@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.units import did_you_mean, format_bytes, name_seconds, parse_bytes, parse_settings
 from meshmend.errors import MeshError, ParameterError
@@ -286,8 +285,6 @@ class Assumptions:
         f"BERT's gradients, {BYTES_PER_SUM} bytes each, as a job sums them (float32): {BERT_PARAMETERS_SOURCE}",
     )
     hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(JOB_HARDWARE))
-    rates_from: str = ""
-    """Where the failure and repair rates come from, if not from `SOURCES`."""
 
     @classmethod
     def of(cls, mesh: Mesh | str, *, hardware: str | Hardware = JOB_HARDWARE, **others: Any) -> Assumptions:
@@ -356,17 +353,6 @@ class Assumptions:
     def parts(self, level: Level) -> int:
         """Return how many parts of a level the machine has."""
         return self.mesh.size // math.prod(level.shape)
-
-    def with_rates(self, rates: Sequence[Rates], source: str) -> Assumptions:
-        """Return these assumptions with the rates of a log. Parts that it has no rates for never fail by themselves."""
-        known = {one.kind: one for one in rates}
-        changed: dict[str, float] = {}
-        for level in self.levels:
-            found = known.get(level.name)
-            changed[f"mtbf_{level.name}_h"] = math.inf if found is None else found.failures.mean_h
-            if found is not None and found.repairs.count:
-                changed[f"repair_{level.name}_h"] = found.repairs.mean_h
-        return dataclasses.replace(self, rates_from=source, **changed)  # type: ignore[arg-type]  # they are rates
 
     def scaled(self, factor: float) -> Assumptions:
         """Return these assumptions with every mean time between failures scaled."""

@@ -101,7 +101,6 @@ def _machine(study: Study) -> str:
         ("chips", f"{html.escape(str(assumptions.mesh))}: {assumptions.mesh.size:,}"),
         ("parts that fail", ", ".join(f"{assumptions.parts(one):,} {one.name}s" for one in assumptions.levels)),
         ("a failure", f"every {1 / rate:,.1f} h: {rate * HOURS:,.0f} per year" if rate else "never"),
-        *([("failure rates", html.escape(assumptions.rates_from))] if assumptions.rates_from else []),
         ("network", f"{html.escape(hardware.name)}, {name_rate(hardware.link_bytes_per_s)} per link and direction"),
         (
             "a training step",

@@ -11,7 +11,6 @@ import typer
 from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
 from meshmend.availability.assumptions import DEFAULTS, JOB_HARDWARE, SOURCES, TABLE, name_payload, read_assumptions
 from meshmend.availability.job import require_simpy
-from meshmend.availability.log import Duration, FailureLog, Rates, read_log
 from meshmend.availability.report import write_report
 from meshmend.availability.simulate import LOSSES, sweep
 from meshmend.availability.throughput import Throughput
@@ -37,8 +36,6 @@ from meshmend.topology import Mesh, name_cable, name_shape
 PAGES = (".html", ".htm")
 MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
-Logged = tuple[FailureLog, tuple[Rates, ...]]
-"""A log, and its rates."""
 
 
 def _print_table(wanted: bool) -> None:
@@ -85,12 +82,6 @@ def command(
             show_default=f"the machine's, as a job drives it: {JOB_HARDWARE}",
         ),
     ] = None,
-    log: Annotated[
-        Path | None, option("--log", "CSV", "Failure and repair rates from your log: time, host (board, chip), event.")
-    ] = None,
-    log_chips: Annotated[
-        int | None, option("--log-chips", "N", "Chips the log is about; default: those of the machine.", min=1)
-    ] = None,
     days: Annotated[float, option("--days", "DAYS", "Length of a run.", min=0.0)] = 365.0,
     runs: Annotated[int, option("--runs", "N", "Independent runs; more runs give narrower intervals.", min=1)] = 20,
     seed: Annotated[int, option("--seed", "N", "Random seed.", min=0)] = 0,
@@ -120,10 +111,6 @@ def command(
     # The simulation makes failures of its own; slow cables stay.
     mesh = machine.mesh(shape, HoleOptions(wrap=wrap, cable_rate=cable_rate)).whole
     assumptions = Assumptions.of(mesh, hardware=hardware or driven, **given)
-    logged = _read_log(log, log_chips, assumptions, given)
-    if logged is not None:
-        source = f"{logged[0].path.name}: {logged[0].n_failures:,} failures in {logged[0].hours / 24:,.1f} days"
-        assumptions = assumptions.with_rates(logged[1], source)
     known = Throughput(assumptions)
     with working("planning, then simulating", json, total=runs) as tell:
         study = simulate(
@@ -138,37 +125,13 @@ def command(
         if page is not None:
             tell("sweeping failure rates")
             page.write_text(write_report(study, sweep(study, known), name=name), encoding="utf-8")
-    facts = study_facts(study) | ({} if logged is None else {"log": _log_facts(*logged)})
+    facts = study_facts(study)
     if json:
         print_json(facts)
         return
-    if logged is not None:
-        _show_log(logged[0], facts["log"]["rates"])
     _show(study, facts["policies"])
     if page is not None:
         print_line(f"Written to {plain(page)}.")
-
-
-def _read_log(
-    path: Path | None, log_chips: int | None, assumptions: Assumptions, given: dict[str, Any]
-) -> Logged | None:
-    """Return the log, and the rates of the parts that it has a column for; None without a log."""
-    if path is None:
-        if log_chips is not None:
-            raise ParameterError("--log-chips goes with --log: give the log, or leave it out.")
-        return None
-    rates = [name for name in given if name.startswith(("mtbf_", "repair_"))]
-    if rates:
-        raise ParameterError(f"--assume {rates[0]} and --log both give a rate: leave out one of them.")
-    chips = assumptions.mesh.size if log_chips is None else log_chips
-    log = read_log(path)
-    sizes = {level.name: math.prod(level.shape) for level in assumptions.levels}
-    for kind in log.outages:
-        if kind not in sizes:
-            raise ParameterError(f"{path} has a column {kind!r}, but the machine has no {kind}s: assume {kind}=HxW.")
-        if chips % sizes[kind]:
-            raise ParameterError(f"--log-chips {chips}: {sizes[kind]} chips per {kind} do not divide them.")
-    return log, log.rates({kind: chips // sizes[kind] for kind in log.outages})
 
 
 def study_facts(study: Study) -> dict[str, Any]:
@@ -194,7 +157,6 @@ def study_facts(study: Study) -> dict[str, Any]:
                 for one in assumptions.levels
             ],
             "hardware": hardware_facts(assumptions.hardware)["hardware"],
-            "rates_from": assumptions.rates_from,
         },
         "sources": dict(SOURCES),
         "hours_between_failures": _finite(1 / assumptions.failures_per_h) if assumptions.failures_per_h else None,
@@ -294,55 +256,3 @@ def _interval(estimate: dict[str, float | None], scale: float, form: str, sign: 
     """Return a mean and half the width of its interval, as far as they are finite."""
     mean, half = (math.inf if one is None else scale * one for one in estimate.values())
     return f"{mean:{sign}{form}}" + (f" ± {half:{form}}" if math.isfinite(half) else "")
-
-
-def _log_facts(log: FailureLog, rates: tuple[Rates, ...]) -> dict[str, Any]:
-    """Return the JSON description of a log and its rates."""
-    return {
-        "path": str(log.path),
-        "begin": log.begin.isoformat(),
-        "end": log.end.isoformat(),
-        "days": log.hours / 24,
-        "failures": log.n_failures,
-        "rates": [
-            {"part": one.kind, "parts": one.parts, "mtbf": _mean_time(one.failures), "repair": _mean_time(one.repairs)}
-            for one in rates
-        ],
-    }
-
-
-def _mean_time(one: Duration) -> dict[str, Any]:
-    mean, low, high = map(_finite, (one.mean_h, *one.interval_h))
-    return {"count": one.count, "in_hours": one.hours, "mean_h": mean, "interval_95_h": [low, high]}
-
-
-def _show_log(log: FailureLog, rates: list[dict[str, Any]]) -> None:
-    """Show a log's rates on the terminal."""
-    days = f"{log.begin:%Y-%m-%d} to {log.end:%Y-%m-%d}, {log.hours / 24:,.1f} days"
-    terminal().print(f"{plain(log.path)}: {log.n_failures:,} failures, {days}", style="bold", soft_wrap=True)
-    print_rows(
-        rates,
-        [
-            ("part", lambda row: row["part"]),
-            ("parts", lambda row: f"{row['parts']:,}"),
-            ("failed", lambda row: f"{row['mtbf']['count']:,}"),
-            ("hours between", lambda row: _hours(row["mtbf"]["mean_h"])),
-            ("95 %", lambda row: _log_interval(row["mtbf"])),
-            ("repaired", lambda row: f"{row['repair']['count']:,}"),
-            ("hours", lambda row: _hours(row["repair"]["mean_h"])),
-            ("95 %", lambda row: _log_interval(row["repair"])),
-        ],
-    )
-    if any(not row["repair"]["count"] for row in rates):
-        print_line(("No repair of a kind of part: its time to repair stays as assumed.", "dim"))
-    terminal().print()
-
-
-def _log_interval(one: dict[str, Any]) -> str | None:
-    return " to ".join(map(_hours, one["interval_95_h"])) if one["in_hours"] else None
-
-
-def _hours(hours: float | None) -> str:
-    if hours is None:
-        return "∞"
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"

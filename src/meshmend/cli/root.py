@@ -32,7 +32,7 @@ PANELS = {
     "Payload and hardware": "--payload --hardware --mode --dtype",
     "Picture": "--what --chunk --steps",
     "Routes, in place of a plan": "--route --scheme --channels",
-    "Assumptions": "--assume --assumptions --log --log-chips",
+    "Assumptions": "--assume --assumptions",
     "Simulation": "--days --runs --seed --checks",
     "Job": "--hosts --store --shared --cache --job --secret-file",
     "This host": "--host-index --address --domain",
