@@ -22,11 +22,11 @@ from meshmend.cli.options import (
     MachineOptions,
     OptionalShapeArgument,
     WrapOption,
+    hardware_option,
     option,
 )
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
-from meshmend.cost import PRESETS
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_seconds
 from meshmend.errors import ParameterError
@@ -73,15 +73,7 @@ def command(
     _: Annotated[
         bool, option("--assumptions", "", "All assumptions, with their defaults.", callback=_print_table, is_eager=True)
     ] = False,
-    hardware: Annotated[
-        str | None,
-        option(
-            "--hardware",
-            "NAME[:P=X,…]",
-            f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
-            show_default=f"the machine's, as a job drives it: {JOB_HARDWARE}",
-        ),
-    ] = None,
+    hardware: Annotated[str | None, hardware_option(f"the machine's, as a job drives it: {JOB_HARDWARE}")] = None,
     days: Annotated[float, option("--days", "DAYS", "Length of a run.", min=0.0)] = 365.0,
     runs: Annotated[int, option("--runs", "N", "Independent runs; more runs give narrower intervals.", min=1)] = 20,
     seed: Annotated[int, option("--seed", "N", "Random seed.", min=0)] = 0,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from meshmend.bench.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import FailOption, JsonOption, option
+from meshmend.cli.options import FailOption, JsonOption, hardware_option, option
 from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
 from meshmend.cost.units import format_bytes
@@ -38,15 +38,7 @@ def command(
         option("--planner", "NAME", "Only these. Repeatable.", show_default="all"),
     ] = None,
     repeat: Annotated[int, option("--repeat", "N", "Runs per case; the best counts.", min=1)] = 3,
-    hardware: Annotated[
-        str | None,
-        option(
-            "--hardware",
-            "NAME",
-            "The preset or file that plans and predictions are made for.",
-            show_default="measured first",
-        ),
-    ] = None,
+    hardware: Annotated[str | None, hardware_option("measured first")] = None,
     json: JsonOption = False,
 ) -> None:
     """Time JAX's own psum, every plan, and what a job would run, on the same devices in the same run.

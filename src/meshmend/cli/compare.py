@@ -54,36 +54,31 @@ def command(
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
     check_plot("--plot", plot_to)
-    named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
     saved = None
     if plan_of is not None and is_file(plan_of):
-        saved = load_plan(plan_of, *given_options(holes, machine), *named)
+        saved = load_plan(plan_of, *given_options(holes, machine, collective=collective))
     wanted = read_collective(collective) if saved is None else saved.collective
     mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
     chosen = price.read_hardware(machine)
     payload_bytes, how = parse_bytes(payload), price.read_mode()
     payloads = PAYLOADS if plot_to is not None else ()
-    found: list[Comparison] = []
-    whole = mesh.whole
-    with working(f"planning {mesh}", json) as working_on:
-        for one in (mesh,) if mesh.is_full else (mesh, whole):
 
-            def tell(name: str, one: Mesh = one) -> None:
-                working_on(f"{name} on {one}")
+    with working(f"planning {mesh}", json) as tell:
 
-            found.append(
-                compare(
-                    one,
-                    payload_bytes,
-                    chosen,
-                    collective=wanted,
-                    mode=how,
-                    payloads=payloads,
-                    on_planner=tell,
-                    saved=saved if one is mesh else None,
-                )
+        def compared(one: Mesh) -> Comparison:
+            return compare(
+                one,
+                payload_bytes,
+                chosen,
+                collective=wanted,
+                mode=how,
+                payloads=payloads,
+                on_planner=lambda name: tell(f"{name} on {one}"),
+                saved=saved if one is mesh else None,
             )
-    this, full = found[0], found[1] if len(found) > 1 else None
+
+        this = compared(mesh)
+        full = None if mesh.is_full else compared(mesh.whole)
     if plot_to is not None:
         plot(this, full, plot_to)
     facts: dict[str, Any] = {

@@ -18,6 +18,7 @@ from meshmend.cli.options import (
     JsonOption,
     MachineOptions,
     OptionalPlanArgument,
+    PlannerOption,
     given_options,
     is_file,
     load_plan,
@@ -31,7 +32,7 @@ from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
 from meshmend.errors import Coordinate, DrawingError, ParameterError, name_chip
 from meshmend.extras import require
-from meshmend.planning import PLANNERS, Auto, plan
+from meshmend.planning import Auto, plan
 from meshmend.routing import SCHEMES, Routes, choose, report
 from meshmend.routing import route as routes_of
 from meshmend.schedule import Collective
@@ -47,15 +48,7 @@ def command(
     *,
     machine: MachineOptions,
     holes: HoleOptions,
-    planner: Annotated[
-        str | None,
-        option(
-            "--planner",
-            "NAME[:P=X,…]",
-            f"One of: {', '.join(PLANNERS)}; its parameters after a colon, as in weave:chunks=64.",
-            show_default=Auto.name,
-        ),
-    ] = None,
+    planner: PlannerOption = Auto.name,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     auto: AutoOptions,
     what: Annotated[
@@ -108,10 +101,9 @@ def command(
         if check_ending(output, (*STILL, PAGE)) != PAGE:
             require("matplotlib", needed_for="Drawing pictures", extra="draw")
     file = plan_of if plan_of is not None and is_file(plan_of) else None
-    given = given_options(machine, holes, auto) + ([] if planner is None else ["--planner"])
-    given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
+    given = given_options(machine, holes, auto, planner=planner, collective=collective)
     if route is not None:
-        if any(other is not None for other in (planner, what, chunk, steps)):
+        if planner != Auto.name or any(other is not None for other in (what, chunk, steps)):
             raise DrawingError("--route already determines the plan: leave out the other options of the plan.")
         mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
         _routes(mesh, route, scheme, channels, output, json)
@@ -126,7 +118,7 @@ def command(
         mesh = _mesh(machine, plan_of, holes)
         check_size(mesh)
         hardware = machine.hardware(auto.hardware)
-        chosen = tuned_planner(planner or Auto.name, auto.payload, hardware, collective=collective)
+        chosen = tuned_planner(planner, auto.payload, hardware, collective=collective)
         with working(f"planning and proving {mesh}", json):
             schedule = plan(mesh, chosen)
     drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))

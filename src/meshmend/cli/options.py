@@ -22,7 +22,7 @@ from meshmend.cost.hardware import MODES, Mode
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.machines import Machine, read_machine
-from meshmend.planning import PLANNERS, Planner, make_planner
+from meshmend.planning import PLANNERS, Auto, Planner, make_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import ensure_proven
@@ -88,16 +88,18 @@ PayloadOption = Annotated[str, option("--payload", "SIZE", "Payload per chip: 10
 OptionalPayloadOption = Annotated[
     str | None, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB")
 ]
-HardwareOption = Annotated[
-    str | None,
-    option(
-        "--hardware",
-        "NAME[:P=X,…]",
-        f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote. Other numbers after a colon, as "
-        "in tpu-v3:hop_latency_s=2us.",
-        show_default=DEFAULT_HARDWARE,
-    ),
-]
+
+
+def hardware_option(default: str) -> Any:
+    """Return the option --hardware; the help says what is taken by default."""
+    text = (
+        f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote. Other numbers after a colon, as in "
+        "tpu-v3:hop_latency_s=2us."
+    )
+    return option("--hardware", "NAME[:P=X,…]", text, show_default=default)
+
+
+HardwareOption = Annotated[str | None, hardware_option(DEFAULT_HARDWARE)]
 """What is not given is as the machine's description says: see `MachineOptions.hardware`."""
 
 
@@ -218,18 +220,28 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def given_options(*bundles: HoleOptions | MachineOptions | AutoOptions) -> list[str]:
-    """Return the options of these bundles that were given.
+def given_options(
+    *bundles: HoleOptions | MachineOptions | AutoOptions,
+    planner: str = Auto.name,
+    collective: str = Collective.ALL_REDUCE,
+    neighbours_only: bool = False,
+) -> list[str]:
+    """Return which of these options, and of those in the bundles, were given.
 
-    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), MachineOptions())
-    ['--fail-cable']
+    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), MachineOptions(), planner="weave")
+    ['--fail-cable', '--planner']
     """
+    others = {
+        "--planner": planner != Auto.name,
+        "--collective": collective != Collective.ALL_REDUCE,
+        "--neighbours-only": neighbours_only,
+    }
     return [
         f"--{field.name.replace('_', '-')}"
         for bundle in bundles
         for field in fields(bundle)
         if getattr(bundle, field.name) != field.default
-    ]
+    ] + [name for name, is_given in others.items() if is_given]
 
 
 def is_file(argument: str) -> bool:

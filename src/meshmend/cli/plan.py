@@ -65,10 +65,8 @@ def command(
     choice: Choice | None = None
     started = time.perf_counter()
     if plan_of is not None and is_file(plan_of):
-        named = [] if planner == Auto.name else ["--planner"]
-        named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
-        named += ["--neighbours-only"] if neighbours_only else []
-        schedule = load_plan(plan_of, *given_options(holes, machine), *named, proven=False)
+        given = given_options(holes, machine, planner=planner, collective=collective, neighbours_only=neighbours_only)
+        schedule = load_plan(plan_of, *given, proven=False)
     else:
         mesh = machine.mesh(plan_of, holes)
         # Told what to plan for, a planner tunes the parameters that are not given.

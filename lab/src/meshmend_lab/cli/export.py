@@ -66,8 +66,7 @@ def command(
     check_replaceable(folder)
     payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
     if plan_of is not None and is_file(plan_of):
-        named = [] if planner == Auto.name else ["--planner"]
-        schedule = load_plan(plan_of, *given_options(holes, machine), *named)
+        schedule = load_plan(plan_of, *given_options(holes, machine, planner=planner))
     else:
         mesh = machine.mesh(plan_of, holes)
         # XLA is what will drive the links.
