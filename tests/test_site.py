@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -163,28 +162,6 @@ def test_the_first_screen_has_everything(scheme: str, site: str, browser: webdri
         box = browser.execute_script(f"return document.querySelector('{what}').getBoundingClientRect().toJSON()")
         assert box["width"] > 100, what
         assert box["bottom"] <= WIDE[1], what
-
-
-BLOCKS = """
-return [...document.querySelectorAll(".highlight")].map(block => {
-  const button = block.querySelector(".md-clipboard, .md-code__button");
-  const shown = button !== null && button.checkVisibility();
-  return [block.className, shown, block.querySelector("code").textContent];
-});
-"""
-
-
-@pytest.mark.parametrize("page", [*PAGES, "api/"])
-def test_what_is_copied_can_be_pasted(page: str, site: str, browser: webdriver.Chrome) -> None:
-    """The button takes the whole text of its block: a command or a program, no prompt and nothing that was printed."""
-    show(browser, site + page, WIDE, "light")
-    blocks = browser.execute_script(BLOCKS)
-    for look, shown, text in blocks:
-        if shown:
-            assert re.search(r"language-(bash|python|yaml)", look), (look, text)
-            assert not re.search(r"^(\$|>>>) ", text, re.M), text
-    if page in ("start/", "jobs/"):
-        assert any(shown for _, shown, _ in blocks)
 
 
 @pytest.mark.parametrize(

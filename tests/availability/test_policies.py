@@ -134,29 +134,6 @@ def test_spares_run_out_as_a_birth_and_death_chain_says(spares: int) -> None:
     assert long_life(machine, "hot spares", hours=200_000).goodput.mean == pytest.approx(up, rel=0.01)
 
 
-@pytest.mark.parametrize("spares", [0, 2])
-def test_spare_cubes_run_out_as_a_birth_and_death_chain_says(spares: int) -> None:
-    """Two cubes of two hosts each: any failure of a host sends its whole cube away."""
-    cubes, mtbf, repair = 2, 100.0, 12.0
-    machine = Assumptions.of(
-        "8x4",
-        **ONLY_HOSTS,
-        **FREE,
-        ocs_s=0.0,
-        cube=(8, 2),
-        mtbf_host_h=mtbf,
-        repair_host_h=repair,
-        spare_cubes=spares,
-        spares=0,
-    )
-    weights = [1.0]
-    for n in range(cubes + spares):
-        births = 2 * (cubes - max(0, n - spares)) / mtbf
-        weights.append(weights[-1] * births * repair / (n + 1))
-    up = sum(weights[: spares + 1]) / sum(weights)
-    assert long_life(machine, "optical cubes", hours=100_000).goodput.mean == pytest.approx(up, rel=0.01)
-
-
 def test_dynamic_slices_train_on_the_largest_box_of_whole_cubes() -> None:
     """Six cubes of one host, three by two: by how many are up, which any optical switch can put anywhere."""
     machine = Assumptions.of(

@@ -240,32 +240,10 @@ def test_the_keyboard_is_enough(studio: Studio) -> None:
     assert studio.fragment == BASE
 
 
-@pytest.mark.slow
-def test_the_last_of_many_clicks_is_answered(studio: Studio) -> None:
-    studio.open()
-    for name in ("0,0", "1,1", "2,3", "3,3"):
-        studio.chip(name).click()
-    studio.wait()
-    assert studio.failed == {"0,0", "1,1", "2,3", "3,3"}
-    assert told(studio) == predicted(mm.Mesh("4x4", failed=["0,0", "1,1", "2,3", "3,3"]))
-
-
 def test_survivors_in_two_groups_have_no_plan(studio: Studio) -> None:
     studio.open(f"{BASE}&fail=4x1@0,1")
     assert shown(studio) == "–"
     assert "2 disconnected groups" in studio.text("notice")
-
-
-def test_what_is_said_of_a_chip_changes_with_it(studio: Studio) -> None:
-    studio.open()
-    studio.chip("1,1").click()
-    assert studio.text("pointed") == "Chip 1,1: failed; a click repairs it."
-    studio.wait()
-    studio.click_cable("2,2-2,3")
-    assert studio.text("pointed").startswith("Cable 2,2 – 2,3: at 1/2 of its rate, busy for ")
-    studio.chip("1,1").click()
-    assert studio.text("pointed") == "Chip 1,1: live; a click fails it."
-    studio.wait()
 
 
 def test_a_planner_that_cannot_serve_says_why_and_others_are_offered(studio: Studio) -> None:
@@ -358,18 +336,6 @@ def test_every_text_can_be_read(studio: Studio, theme: str) -> None:
     found = studio.run(CONTRASTS)
     assert len(found) > 60
     assert [one for one in found if one[0] < 4.5] == []
-
-
-@pytest.mark.slow
-def test_a_theme_can_be_chosen(studio: Studio) -> None:
-    studio.open()
-    before = studio.run("return document.documentElement.dataset.theme")
-    studio.find("#theme").click()
-    after = studio.run("return document.documentElement.dataset.theme")
-    assert {before, after} == {"light", "dark"}
-    studio.open()
-    assert studio.run("return document.documentElement.dataset.theme") == after
-    studio.run("localStorage.clear()")
 
 
 def test_a_phone_needs_no_scrolling_to_the_side(studio: Studio) -> None:
