@@ -20,7 +20,6 @@ EXTRAS = {
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_|meshmend bench\b",
     "torch": r"meshmend\.torch|meshmend lab bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b.* -o\b|mm\.draw\b|--plot\b",
-    "availability": r"meshmend availability\b|meshmend\.availability",
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",
 }
 """What of a block's text tells that it needs an extra."""

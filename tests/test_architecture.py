@@ -236,7 +236,7 @@ def test_nothing_right_of_the_schedule_imports_a_planner() -> None:
 def test_importing_meshmend_brings_no_extra() -> None:
     code = (
         "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.schedule.split, meshmend.numpy; "
-        "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid simpy starlette uvicorn yaml'; "
+        "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid starlette uvicorn yaml'; "
         "print([m for m in extras.split() if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import FailureEvent
-from meshmend.availability.job import TimeSpent, require_simpy, simulate_run
+from meshmend.availability.job import TimeSpent, simulate_run
 from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, SubMesh, make_policies
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
@@ -295,7 +295,6 @@ def main() -> None:
     for name, kind in ASSUMED.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="an assumption of meshmend availability")
     words = parser.parse_args()
-    require_simpy()
     given = None if words.mesh is None else Hosts.of(words.mesh, words.host)
     others = {name: getattr(words, name) for name in ASSUMED if getattr(words, name) is not None}
     found = replay(read_record(words.folder, given), **others)

@@ -132,7 +132,7 @@ def test_a_wrong_sum_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missing_is_yellow_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = {"jax", "torch", "matplotlib", "simpy"}
+    gone = {"jax", "torch", "matplotlib"}
 
     def is_installed(module: str) -> bool:
         return module not in gone and module in ("numpy", "scipy")
@@ -144,7 +144,6 @@ def test_what_is_missing_is_yellow_and_says_how_to_get_it(monkeypatch: pytest.Mo
     assert code == 0
     assert found["engines", "PyTorch"]["advice"] == install_hint("torch")
     assert found["engines", "drawing"]["advice"] == install_hint("draw")
-    assert found["engines", "availability"]["advice"] == install_hint("availability")
     assert found["engines", "TPU compiler"]["detail"] == "not tried, without jax, jaxlib, optax, libtpu"
     assert found["engines", "TPU compiler"]["advice"] == install_hint("tpu")
     assert found["devices", "JAX sees"]["status"] == "absent"

@@ -213,7 +213,6 @@ def test_usage_is_one_line(words: list[str]) -> None:
     [
         (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
         (["compare", "4x4", *PAID, "--plot", "a.svg"], "matplotlib", "draw"),
-        (["availability", "4x4"], "simpy", "availability"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
         (["bench", "--shape", "1x2"], "jax", "jax"),
@@ -223,7 +222,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
 def test_a_missing_extra_is_one_line(
     words: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = {"jax", "optax", "libtpu", "flax", "torch", "torchft", "orbax", "grain", "matplotlib", "simpy"} - {module}
+    others = {"jax", "optax", "libtpu", "flax", "torch", "torchft", "orbax", "grain", "matplotlib"} - {module}
     monkeypatch.setattr(
         "meshmend.extras.find_spec", lambda name: None if name == module else object() if name in others else None
     )

@@ -108,7 +108,7 @@ SCRIPTS: dict[str, Script] = {
     "replay": Script(
         "shared",
         r"steps",
-        (*JAX, "simpy"),
+        JAX,
         is_slow=True,
         before="--local 2x2 --host 1x2 --kill 1@5 --shared shared {benchmarks}/jax_job_step.py",
     ),

@@ -1,4 +1,4 @@
-"""Availability: what each failure policy is worth over months of operation. Needs simpy to run."""
+"""Availability: what each failure policy is worth over months of operation."""
 
 from meshmend.availability.assumptions import Assumptions, Level
 from meshmend.availability.policies import POLICIES

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import draw
-from meshmend.availability.job import TimeSpent, require_simpy, simulate_run
+from meshmend.availability.job import TimeSpent, simulate_run
 from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, make_policies
 from meshmend.availability.throughput import Throughput, step_error
 from meshmend.errors import ParameterError
@@ -123,7 +123,6 @@ def simulate(
     """
     if not 0 < days < math.inf or runs < 1:
         raise ParameterError(f"A study needs at least one run of some days: got {runs} runs of {days} days.")
-    require_simpy()
     hours = days * 24
     known = throughput or Throughput(assumptions)
     policies = make_policies(assumptions, known, kinds)

@@ -10,7 +10,6 @@ import typer
 
 from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
 from meshmend.availability.assumptions import DEFAULTS, JOB_HARDWARE, SOURCES, TABLE, name_payload, read_assumptions
-from meshmend.availability.job import require_simpy
 from meshmend.availability.report import write_report
 from meshmend.availability.simulate import LOSSES, sweep
 from meshmend.availability.throughput import Throughput
@@ -91,7 +90,6 @@ def command(
 
     Example: meshmend availability 32x32 --assume price=3,spares=1 -o report.html
     """
-    require_simpy()
     if not 0 < days <= MAX_DAYS:
         raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
     check_output("--output", page, PAGES)

@@ -39,7 +39,6 @@ class Trial:
 TRIALS = (
     Trial("NumPy", "try_numpy"),
     Trial("drawing", "try_drawing", ("matplotlib",), install_hint("draw")),
-    Trial("availability", "try_availability", ("simpy",), install_hint("availability")),
     Trial("JAX", "try_jax", ("jax", "jaxlib", "optax"), install_hint("jax")),
     Trial("TPU compiler", "try_libtpu", ("jax", "jaxlib", "optax", "libtpu"), install_hint("tpu")),
     Trial("PyTorch", "try_torch", ("torch",), install_hint("torch")),

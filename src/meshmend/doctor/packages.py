@@ -28,7 +28,6 @@ PACKAGES = (
     Package("numpy", "numpy", "everything", install_hint()),
     Package("scipy", "scipy", "everything", install_hint()),
     Package("matplotlib", "matplotlib", "pictures and plots", install_hint("draw")),
-    Package("simpy", "simpy", "meshmend availability", install_hint("availability")),
     Package("starlette", "starlette", "meshmend studio", install_hint("studio")),
     Package("uvicorn", "uvicorn", "meshmend studio", install_hint("studio")),
     Package("jax", "jax", "the JAX engine", install_hint("jax")),

@@ -174,21 +174,9 @@ def try_drawing() -> dict[str, Any]:
     return {"detail": "drew the rings of a plan"}
 
 
-def try_availability() -> dict[str, Any]:
-    """Simulate a month of a small machine."""
-    from meshmend.availability import Assumptions, simulate
-
-    study = simulate(Assumptions.of("4x4", payload_bytes=0.0), days=30, runs=1, checks=0)
-    expect(all(0 < outcome.goodput.mean <= 1 for outcome in study.outcomes))
-    return {"detail": "simulated a month of 4x4 chips"}
-
-
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (
-        *(try_numpy, see_jax, try_jax, measure_jax, try_libtpu, try_torch, try_torchft),
-        *(try_drawing, try_availability),
-    )
+    for probe in (try_numpy, see_jax, try_jax, measure_jax, try_libtpu, try_torch, try_torchft, try_drawing)
 }
 
 
