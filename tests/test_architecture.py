@@ -197,11 +197,6 @@ def test_an_import_cycle_is_found() -> None:
     assert import_cycle(imports | {"m.c": set()}) == []
 
 
-def test_the_verifier_imports_no_planner() -> None:
-    for path in (SOURCE / "schedule").glob("*.py"):
-        assert "planning" not in imports_of(path)
-
-
 # What an engine may use of planning: a plan from any planner, the cache of plans, and what a weight update costs.
 ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "plan"}
 ENGINES_MAY |= {"StepDemands", "StepPlan", "Workload", "plan_broadcast", "plan_shards", "plan_step", "round_payload"}

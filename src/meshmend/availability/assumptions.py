@@ -296,15 +296,7 @@ class Assumptions:
         if not self.mesh.is_full:
             raise MeshError(f"A study starts with a whole machine: got {self.mesh}. Leave the failures out.")
         for level in self.levels:
-            name, shape = level.name, level.shape
-            if len(shape) != self.mesh.n_axes or any(n % s for n, s in zip(self.mesh.shape, shape, strict=False)):
-                raise MeshError(
-                    f"A {name} of {name_shape(shape)} chips does not tile a {name_shape(self.mesh.shape)} mesh."
-                )
-            if any(h % s for h, s in zip(self.host, shape, strict=True)):
-                raise MeshError(
-                    f"A host of {name_shape(self.host)} chips is not made of {name}s of {name_shape(shape)}."
-                )
+            self._check_part(level.name, level.shape, larger=("host", self.host))
         self._fit_larger_parts()
         for field, about in TABLE.items():
             value = getattr(self, field)
@@ -322,18 +314,21 @@ class Assumptions:
         sides = CUBES.get(self.mesh.n_axes, (CUBE_SIDE,) * self.mesh.n_axes)
         halves = tuple(n // 2 if axis < 2 else n for axis, n in enumerate(self.mesh.shape))
         for field, given, wanted in (("cube", self.cube, sides), ("slice_shape", self.slice_shape, halves)):
-            name = field.removesuffix("_shape")
-            if not given:
+            if given:
+                self._check_part("host", self.host, larger=(field.removesuffix("_shape"), given))
+            else:
                 object.__setattr__(self, field, _fitting(self.mesh.shape, self.host, wanted))
-                continue
-            if len(given) != self.mesh.n_axes or any(n % g for n, g in zip(self.mesh.shape, given, strict=True)):
-                raise MeshError(
-                    f"A {name} of {name_shape(given)} chips does not tile a {name_shape(self.mesh.shape)} mesh."
-                )
-            if any(g % h for g, h in zip(given, self.host, strict=True)):
-                raise MeshError(
-                    f"A {name} of {name_shape(given)} chips is not made of hosts of {name_shape(self.host)}."
-                )
+
+    def _check_part(self, name: str, shape: tuple[int, ...], larger: tuple[str, tuple[int, ...]]) -> None:
+        """Raise `MeshError` unless a part and the larger one that is made of it tile the mesh."""
+        whole = self.mesh.shape
+        for one, chips in ((name, shape), larger):
+            if len(chips) != len(whole) or any(n % c for n, c in zip(whole, chips, strict=True)):
+                raise MeshError(f"A {one} of {name_shape(chips)} chips does not tile a {name_shape(whole)} mesh.")
+        if any(n % c for n, c in zip(larger[1], shape, strict=True)):
+            raise MeshError(
+                f"A {larger[0]} of {name_shape(larger[1])} chips is not made of {name}s of {name_shape(shape)}."
+            )
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

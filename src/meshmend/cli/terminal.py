@@ -64,22 +64,18 @@ def approved(text: object) -> Text:
     return Text.assemble(("✓", "green"), " ", plain(text))
 
 
-def shows_progress(as_json: bool) -> bool:
-    """Return whether to show progress; if nobody is watching, standard error is for errors only."""
-    return not as_json and terminal(stderr=True).is_terminal
-
-
 @contextmanager
 def working(words: str, as_json: bool, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show on standard error what takes long, and for how long it has; what is yielded changes the words or advances.
 
-    With a `total`, the bar shows how much of it is done; without, that there is work. It leaves nothing behind.
+    With a `total`, the bar shows how much of it is done; without, that there is work. It leaves nothing behind, and if
+    nobody is watching, standard error is for errors only.
     """
     columns: list[str | ProgressColumn] = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=24)]
     columns += [] if total is None else [MofNCompleteColumn()]
     console = terminal(stderr=True)
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=not shows_progress(as_json), transient=True
+        *columns, TimeElapsedColumn(), console=console, disable=as_json or not console.is_terminal, transient=True
     ) as bar:
         task = bar.add_task(plain(words), total=total)
 
