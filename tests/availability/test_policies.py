@@ -216,58 +216,43 @@ def play(policy: str, failures: list[FailureEvent], **others: Any) -> TimeSpent:
 FAILURE = FailureEvent(at_h=10.25, level=0, part=1, repair_factor=1.0)
 
 
-def test_quick_repair_by_hand() -> None:
-    got = play("quick repair", [FAILURE])
-    assert got.lost_h == pytest.approx(0.25)
-    assert got.waiting_h == pytest.approx(4.9)
-    assert got.restarting_h == pytest.approx(0.1 + 0.4)
-    assert got.useful_h == pytest.approx(100 - 0.25 - 5.4)
-    assert (got.interruptions, got.regrowths) == (1, 0)
+HALF = {"cube": (4, 2), "grow": "failure"}
 
 
-def test_hot_spares_by_hand() -> None:
-    got = play("hot spares", [FAILURE], spares=1)
-    assert got.restarting_h == pytest.approx(0.1 + 0.2 + 0.4)
-    assert got.useful_h == pytest.approx(100 - 0.25 - 0.7)
-    none = play("hot spares", [FAILURE], spares=0)
-    assert none.waiting_h == pytest.approx(24 - 0.1)
-    assert none.restarting_h == pytest.approx(0.1 + 0.2 + 0.4)
+@pytest.mark.parametrize(
+    ("policy", "others", "lost_h", "waiting_h", "restarting_h", "useful_h"),
+    [
+        ("quick repair", {}, 0.25, 5 - 0.1, 0.1 + 0.4, 100 - 0.25 - 5.4),
+        ("hot spares", {"spares": 1}, 0.25, 0, 0.1 + 0.2 + 0.4, 100 - 0.25 - 0.7),
+        ("hot spares", {"spares": 0}, 0.25, 24 - 0.1, 0.1 + 0.2 + 0.4, 100 - 0.25 - 24.6),
+        # A cube is half of the machine when asked for. Else it is all of it: with no spare it waits for the repair.
+        ("optical cubes", {"cube": (4, 2), "spare_cubes": 1}, 0.25, 0, 0.1 + 0.05 + 0.4, 100 - 0.25 - 0.55),
+        ("optical cubes", {"spare_cubes": 0}, 0.25, 24 - 0.1, 0.1 + 0.05 + 0.4, 100 - 0.25 - 24.45),
+        # Half of the machine goes on after the switches and a restart. A machine of one cube has no other.
+        ("dynamic slices", HALF, 0.25, 0, 0.1 + 0.05 + 0.4, 10 + (100 - 10.25 - 0.55) / 2),
+        ("dynamic slices", {}, 0.25, 24 - 0.1, 0.1 + 0.05 + 0.4, 100 - 0.25 - 24.45),
+        ("elastic slices", {"grow": "failure"}, 0, 0, 0.1 + 0.02, 10.25 + (100 - 10.25 - 0.12) / 2),
+        # Back at 34.25: an extra checkpoint takes no time here, then the slice is taken in. Or replaced after 1.5 h.
+        ("elastic slices", {"grow": "at-once"}, 0, 0, 0.1 + 0.04, 10.25 + (34.25 - 10.37) / 2 + 100 - 34.27),
+        (
+            *("elastic slices", {"grow": "at-once", "replace_h": 1.5}),
+            *(0, 0, 0.1 + 0.04, 10.25 + (11.75 - 10.37) / 2 + 100 - 11.77),
+        ),
+        ("fault-tolerant", {"grow": "failure"}, 0.25, 0, 0.1 + 0.3 + 0.4, 10 + (100 - 10.25 - 0.8) / 2),
+        ("fault-tolerant", {"grow": "failure", "copies_s": 36}, 0.01, 0, 0.8, 10.24 + (100 - 10.25 - 0.8) / 2),
+    ],
+)
+def test_a_failure_by_hand(
+    policy: str, others: dict[str, Any], lost_h: float, waiting_h: float, restarting_h: float, useful_h: float
+) -> None:
+    got = play(policy, [FAILURE], **others)
+    found = (got.lost_h, got.waiting_h, got.restarting_h, got.useful_h)
+    assert found == pytest.approx((lost_h, waiting_h, restarting_h, useful_h))
+    assert (got.interruptions, got.regrowths) == (1, int(others.get("grow") == "at-once"))
 
 
-def test_optical_cubes_by_hand() -> None:
-    """On a 4x4 machine of 4x2 hosts a cube is half of it when asked for, and a spare one costs eight chips."""
-    got = play("optical cubes", [FAILURE], cube=(4, 2), spare_cubes=1)
-    assert got.lost_h == pytest.approx(0.25)
-    assert got.restarting_h == pytest.approx(0.1 + 0.05 + 0.4)
-    assert got.useful_h == pytest.approx(100 - 0.25 - 0.55)
-    # The whole machine is one cube of 4x4: with no spare it waits for the host's repair.
-    none = play("optical cubes", [FAILURE], spare_cubes=0)
-    assert none.waiting_h == pytest.approx(24 - 0.1)
-
-
-def test_dynamic_slices_by_hand() -> None:
-    """Half of the machine goes on after the switches and a restart; what was trained since the checkpoint is lost."""
-    got = play("dynamic slices", [FAILURE], cube=(4, 2), grow="failure")
-    assert got.lost_h == pytest.approx(0.25)
-    assert got.restarting_h == pytest.approx(0.1 + 0.05 + 0.4)
-    assert got.useful_h == pytest.approx(10 + (100 - 10.25 - 0.55) / 2)
-    # A machine of one cube has no other.
-    assert play("dynamic slices", [FAILURE]).waiting_h == pytest.approx(24 - 0.1)
-
-
-def test_elastic_slices_by_hand() -> None:
-    got = play("elastic slices", [FAILURE], grow="failure")
-    assert got.lost_h == 0
-    assert got.restarting_h == pytest.approx(0.1 + 0.02)
-    assert got.useful_h == pytest.approx(10.25 + (100 - 10.25 - 0.12) / 2)
-    assert got.kept_h == pytest.approx({16: 10.25, 8: 100 - 10.25 - 0.12})
-    # Back at 34.25: an extra checkpoint takes no time here, then the slice is taken in.
-    again = play("elastic slices", [FAILURE], grow="at-once")
-    assert again.regrowths == 1
-    assert again.useful_h == pytest.approx(10.25 + (34.25 - 10.37) / 2 + 100 - 34.27)
-    # Replaced after an hour and a half instead.
-    soon = play("elastic slices", [FAILURE], grow="at-once", replace_h=1.5)
-    assert soon.useful_h == pytest.approx(10.25 + (11.75 - 10.37) / 2 + 100 - 11.77)
+def test_what_was_kept_is_counted_by_chips() -> None:
+    assert play("elastic slices", [FAILURE], grow="failure").kept_h == pytest.approx({16: 10.25, 8: 100 - 10.25 - 0.12})
 
 
 def test_without_any_slice_left_the_state_is_that_of_the_checkpoint() -> None:
@@ -278,11 +263,7 @@ def test_without_any_slice_left_the_state_is_that_of_the_checkpoint() -> None:
     assert got.waiting_h == pytest.approx(34.25 - 20.6)
 
 
-def test_copies_in_memory_bound_what_a_failure_loses() -> None:
-    got = play("fault-tolerant", [FAILURE], grow="failure", copies_s=36)
-    assert got.lost_h == pytest.approx(0.01)
-    assert got.useful_h == pytest.approx(10.24 + (100 - 10.25 - 0.8) / 2)
-    # A failure right after a checkpoint loses less.
+def test_a_failure_right_after_a_checkpoint_loses_less_than_the_copies_would() -> None:
     soon = play("fault-tolerant", [FAILURE._replace(at_h=10.002)], grow="failure", copies_s=36)
     assert soon.lost_h == pytest.approx(0.002)
 
@@ -304,12 +285,6 @@ def test_sub_mesh_by_hand(grow: str, half_h: float, full_h: float, restarts: int
     assert got.short_h == pytest.approx(half_h / 2)
     assert got.restarting_h == pytest.approx(0.1 + 0.4 * restarts)
     assert (got.interruptions, got.regrowths) == (1, restarts - 1)
-
-
-def test_fault_tolerant_by_hand() -> None:
-    got = play("fault-tolerant", [FAILURE], grow="failure")
-    assert got.restarting_h == pytest.approx(0.1 + 0.3 + 0.4)
-    assert got.useful_h == pytest.approx(10 + (100 - 10.25 - 0.8) / 2)
 
 
 def test_a_checkpoint_out_of_schedule_costs_its_time() -> None:
