@@ -12,15 +12,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
+from commandline import commands
 from meshmend import Collective, Mesh, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
@@ -171,15 +170,7 @@ def test_without_json_nothing_is_on_standard_output() -> None:
         assert err == run([*words, "--json"])[2]
 
 
-def commands(group: Any, name: str = "") -> Iterator[str]:
-    for word, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, f"{word} ")
-        elif not command.hidden:
-            yield name + word
-
-
-COMMANDS = list(commands(typer.main.get_command(app)))
+COMMANDS = [" ".join(words) for words, one in commands().items() if not hasattr(one, "commands") and not one.hidden]
 WITHOUT_FAILURES = {"doctor"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 

@@ -16,21 +16,14 @@ import typer
 from rich.table import Table
 from typer.testing import CliRunner
 
+from commandline import commands
 from meshmend.cli import app, terminal
 from meshmend.cli.root import PANELS
 from meshmend.cost import bound
 from meshmend.topology import Mesh
 
-
-def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command, by its words."""
-    group = group or typer.main.get_command(app)
-    yield path
-    for name, command in getattr(group, "commands", {}).items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*path, name))
-        else:
-            yield (*path, name)
+LEAVES = [command for command in commands().values() if not hasattr(command, "commands")]
+"""Every command that does something."""
 
 
 def shown(*words: str, width: int = 100) -> str:
@@ -50,7 +43,7 @@ def test_the_first_screen_of_the_help_is_one_screen(monkeypatch: pytest.MonkeyPa
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
         "Study": ["availability", "compile", "bench"],
     }
-    visible = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}  # type: ignore[attr-defined]
+    visible = {name for name, command in commands()[()].commands.items() if not command.hidden}
     assert visible == {name for names in panels.values() for name in names}
     assert all(len(line) <= 60 for line in shown("--help", width=60).splitlines())
 
@@ -72,19 +65,10 @@ def test_help_shows_flags_as_flags_and_all_that_it_was_given(words: tuple[str, .
     assert not re.search(r"<\w+|BOOLEAN|INTEGER|TEXT|--no-", options)
     assert re.search(r"─ Output .*--help +-h +Show this message", options, re.S)
     # Square brackets in a text would be taken for a style, and vanish.
-    command: Any = typer.main.get_command(app)
-    for word in words:
-        command = command.commands[word]
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", shown(*words, "--help", width=400)).split())
-    assert [param.name for param in options_of(command) if " ".join(param.help.split()) not in said] == []
+    assert [param.name for param in options_of(commands()[words]) if " ".join(param.help.split()) not in said] == []
     # A line break of a docstring is not one of the terminal's: paragraphs are wrapped to its width.
     assert max(len(line.rstrip()) for line in shown(*words, "-h", width=60).splitlines()) <= 60
-
-
-def leaves(group: Any) -> Iterator[Any]:
-    """Every command that does something."""
-    for command in group.commands.values():
-        yield from leaves(command) if hasattr(command, "commands") else [command]
 
 
 def options_of(command: Any) -> list[Any]:
@@ -93,20 +77,19 @@ def options_of(command: Any) -> list[Any]:
 
 def test_the_command_line_stays_small() -> None:
     """What somebody has to look through: commands, and the options of all of them together, without --help."""
-    root: Any = typer.main.get_command(app)
-    assert len(root.commands) <= 15
-    assert sum(len(options_of(command)) for command in leaves(root)) <= 150
+    assert len(commands()[()].commands) <= 15
+    assert sum(len(options_of(command)) for command in LEAVES) <= 145
 
 
 def test_long_lists_of_options_are_in_panels() -> None:
     panels = re.findall(r"╭─ ([\w ]+?) ─", shown("plan", "--help"))
     assert panels == ["Arguments", "Mesh", "Planner", "Payload and hardware", "Output"]
-    for command in leaves(typer.main.get_command(app)):
+    for command in LEAVES:
         known = [param for param in command.get_params(typer.Context(command)) if param in options_of(command)]
         if len(known) > 8:
             assert all(param.rich_help_panel in PANELS for param in known), command.name
     named = [name for names in PANELS.values() for name in names.split()]
-    there = {name for command in leaves(typer.main.get_command(app)) for param in command.params for name in param.opts}
+    there = {name for command in LEAVES for param in command.params for name in param.opts}
     assert len(named) == len(set(named))
     assert set(named) - {"--help"} <= there
 
