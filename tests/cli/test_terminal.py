@@ -205,7 +205,7 @@ def test_progress_is_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("meshmend pl", {"plan"}),
         ("meshmend plan 8x8 --planner we", {"weave"}),
-        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-pallas", "tpu-v6e-xla"}),
+        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-xla"}),
         ("meshmend draw 8x8 --what lo", {"load"}),
         ("meshmend compare 8x8 --mode a", {"asynchronous"}),
     ],

@@ -30,8 +30,6 @@ goes down in their place, and what is carried on."""
 def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
     """Run the program's loops over the matrix of chunks; `unroll` writes their steps out one by one."""
     layout = program.layout
-    if program.kernel is not None:
-        return program.kernel.run(chunks, layout.axis, layout.platform)[0]
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
 
         def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
