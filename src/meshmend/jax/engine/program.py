@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -35,6 +35,15 @@ MOST_OWNED = 8
 Update = Literal["replicated", "fused", "two-phase"]
 UPDATES: tuple[Update, ...] = ("replicated", "fused", "two-phase")
 Put = Callable[[NDArray[np.generic], NamedSharding], jax.Array]
+
+
+class Parts(TypedDict, total=False):
+    """What `install` takes beside a schedule and a fabric."""
+
+    update: Update
+    scatter: Schedule | None
+    gather: Schedule | None
+    scalars: Schedule | None
 
 
 class Tables(NamedTuple):
@@ -183,17 +192,9 @@ def install(
     return _Installer(fabric, _put).program(schedule, update, scatter, gather, scalars)
 
 
-def abstract_program(
-    schedule: Schedule | None,
-    fabric: Fabric,
-    *,
-    update: Update = "replicated",
-    scatter: Schedule | None = None,
-    gather: Schedule | None = None,
-    scalars: Schedule | None = None,
-) -> Program:
+def abstract_program(schedule: Schedule | None, fabric: Fabric, **parts: Unpack[Parts]) -> Program:
     """Return what `install` does, of shapes only: to compile for devices that are not here."""
-    return _Installer(fabric, _abstract).program(schedule, update, scatter, gather, scalars)
+    return _Installer(fabric, _abstract).program(schedule, **parts)
 
 
 def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
@@ -217,10 +218,10 @@ class _Installer:
     def program(
         self,
         schedule: Schedule | None,
-        update: Update,
-        scatter: Schedule | None,
-        gather: Schedule | None,
-        scalars: Schedule | None,
+        update: Update = "replicated",
+        scatter: Schedule | None = None,
+        gather: Schedule | None = None,
+        scalars: Schedule | None = None,
     ) -> Program:
         """Return the program for one way to update the weights, and for scalars beside it."""
         if update not in UPDATES:
@@ -232,7 +233,7 @@ class _Installer:
         elif update == "fused":
             made = self._fused(schedule)
         else:
-            made = self._one(self._proven(schedule))
+            made = self._one(schedule)
             if not made.collective.is_all_reduce:
                 if scalars is not None:
                     raise ParameterError(
@@ -249,7 +250,7 @@ class _Installer:
         else:
             halves = _check_halves(scatter, gather, self.fabric)
         _check_owners(halves[0])
-        up, down = (self._one(self._proven(half)) for half in halves)
+        up, down = map(self._one, halves)
         return replace(up, gather=down)
 
     def _fused(self, schedule: Schedule | None) -> Program:
@@ -272,8 +273,7 @@ class _Installer:
                 "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as "
                 "the schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
             )
-        given = single_chunk_of(self._proven(schedule)) if scalars is None else scalars
-        program = self._one(self._proven(given))
+        program = self._one(single_chunk_of(self._proven(schedule)) if scalars is None else scalars)
         if not program.collective.is_all_reduce:
             raise ParameterError(
                 f"Expected an all-reduce as scalars, got a schedule for {program.collective}. Plan one for a few "
@@ -287,8 +287,8 @@ class _Installer:
         ensure_proven(found)
         return found
 
-    def _one(self, schedule: Schedule) -> Program:
-        return self._lowered(lower(schedule))
+    def _one(self, schedule: Schedule | None) -> Program:
+        return self._lowered(lower(self._proven(schedule)))
 
     def _lowered(self, lowered: Lowered) -> Program:
         fabric = self.fabric

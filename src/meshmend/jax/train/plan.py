@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,15 @@ from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
-from meshmend.jax.engine.program import Program, Update, abstract_program, install
+from meshmend.jax.engine.program import Parts, Program, abstract_program, install
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Collective
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
-
-
-class _Parts(TypedDict, total=False):
-    """What `install` takes beside a schedule and a fabric."""
-
-    update: Update
-    scatter: Schedule | None
-    gather: Schedule | None
-    scalars: Schedule | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +59,7 @@ class TrainingPlan(StepPlan):
         return install(self.schedule, fabric, **self._parts)
 
     @property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> Parts:
         if self.update == "fsdp":
             return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
         return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
