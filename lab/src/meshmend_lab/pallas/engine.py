@@ -18,7 +18,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import groups_of, join_in_chip, sum_dtype, sum_in_chip
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.loops import Chunks
-from meshmend.jax.engine.program import ChunkLayout, abstract_program
+from meshmend.jax.engine.program import ChunkLayout, abstract_program, put_rows
 from meshmend.schedule import Schedule
 from meshmend_lab.pallas.instructions import Instructions, KernelShape, instructions_of
 from meshmend_lab.pallas.kernel import run_kernel
@@ -79,12 +79,8 @@ def as_the_kernel_drives(hardware: str | Hardware) -> Hardware:
 
 def install(schedule: Schedule, fabric: Fabric, *, made: Instructions | None = None) -> KernelProgram:
     """Put an all-reduce's instructions on the fabric's chips; `made` are other ones than `instructions_of` makes."""
-
-    def put(table: Any) -> jax.Array:
-        sharding = fabric.sharding(fabric.axis)
-        return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])
-
-    program: KernelProgram = jax.tree.map(put, program_of(schedule, fabric, made))
+    sharding = fabric.sharding(fabric.axis)
+    program: KernelProgram = jax.tree.map(lambda table: put_rows(table, sharding), program_of(schedule, fabric, made))
     return program
 
 

@@ -146,7 +146,7 @@ class Program:
 
     def _described(self) -> str:
         repeat = self.layout.shape.repeat
-        steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
+        steps = [self.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
         loops = ", ".join(f"{n} steps of {t.send.shape[-1]} lanes" for n, t in zip(steps, self.tables, strict=True))
         return f"{self.collective} over {self.n_chips} chips: {loops or 'nothing to do'}"
 
@@ -189,7 +189,7 @@ def install(
     >>> mmj.install(schedule, fabric, update="fused")
     Program(all-reduce-with-update over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
-    return _Installer(fabric, _put).program(schedule, update, scatter, gather, scalars)
+    return _Installer(fabric, put_rows).program(schedule, update, scatter, gather, scalars)
 
 
 def abstract_program(schedule: Schedule | None, fabric: Fabric, **parts: Unpack[Parts]) -> Program:
@@ -203,8 +203,8 @@ def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
     return found
 
 
-def _put(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
-    # Each process fills in the rows of its own devices, so this works on many hosts too.
+def put_rows(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
+    """Put a table on devices of one process or of many: each fills in the rows of its own."""
     return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
 
 
