@@ -1,4 +1,4 @@
-"""How long the instructions of engine="pallas" take, followed in order by one scalar core per chip. No TPU is timed.
+"""How long the kernel's instructions take, followed in order by one scalar core per chip. No TPU is timed.
 
 The forecast (`mm.predict(…, mode="asynchronous")`) lets a chip send whatever is ready. A kernel follows a fixed list,
 has so many slots per neighbour, and waits while it adds. This follows the lists themselves, with assumed costs:
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import deque
 
 import meshmend as mm
-from meshmend.cost import find_hardware
-from meshmend.jax.engine.pallas.instructions import Instructions, Kind, instructions_of
+from meshmend_lab.pallas.engine import as_the_kernel_drives
+from meshmend_lab.pallas.instructions import Instructions, Kind, instructions_of
 from tables import parser_of, up_to
 
-PAYLOAD_BYTES, HARDWARE = 1e8, find_hardware("tpu-v6e-pallas")
+PAYLOAD_BYTES, HARDWARE = 1e8, as_the_kernel_drives("tpu-v6e")
 
 
 def seconds(made: Instructions, chunk_bytes: float, instruction_s: float, hbm_bytes_per_s: float) -> float:

@@ -31,7 +31,7 @@ def test_every_number_of_a_preset_has_a_source() -> None:
         own = {field.name for field in fields(Hardware) if getattr(hardware, field.name) != field.default}
         assert own - {"name", "runs_lanes", "is_switched", "sources"} <= told, name
         if name not in ("ideal", "cpu-xla", "gloo-loopback"):
-            assert told == NUMBERS | ({"message_s"} if name.endswith("-pallas") else set()), name
+            assert told == NUMBERS, name
 
 
 def test_tpu_v3_is_the_papers() -> None:

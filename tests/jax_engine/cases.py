@@ -6,11 +6,14 @@ from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.planning import PLANNERS
+from meshmend.schedule import Op
+from meshmend.schedule.lanes import KEEP, Lowered
 from standins import one_way_ring, tree_schedule
 
 BY_CHIP = PartitionSpec("chip")
@@ -59,8 +62,7 @@ def schedule_of(name: str) -> mm.Schedule:
 
 @cache
 def fabric_of(name: str) -> mmj.Fabric:
-    mesh = PLANS[name][1]
-    return mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+    return fabric_for(PLANS[name][1])
 
 
 def on_chips(fabric: mmj.Fabric, function: Any, *arguments: Any) -> Any:
@@ -70,10 +72,57 @@ def on_chips(fabric: mmj.Fabric, function: Any, *arguments: Any) -> Any:
         unwrapped = [row if _is_program(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
         return jax.tree.map(lambda x: x[None], function(*unwrapped))
 
-    mapped = jax.shard_map(
-        local, mesh=fabric.jax_mesh, in_specs=(BY_CHIP,) * len(arguments), out_specs=BY_CHIP, check_vma=False
-    )
-    return jax.jit(mapped)(*arguments)
+    return jax.jit(mapped(fabric, local, in_specs=(BY_CHIP,) * len(arguments)))(*arguments)
+
+
+def mapped(
+    fabric: mmj.Fabric,
+    function: Any = mmj.all_reduce,
+    *,
+    in_specs: Any = (BY_CHIP, BY_CHIP),
+    out_specs: Any = BY_CHIP,
+    check_vma: bool = False,
+) -> Any:
+    """Return a function over all devices of one of each, by default of one chip's rows and a program."""
+    return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+
+def fabric_for(mesh: mm.Mesh) -> mmj.Fabric:
+    return mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+
+
+def two_cores() -> mmj.Fabric:
+    """Four chips of two cores."""
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    return mmj.Fabric(mm.Mesh("2x2"), jax.sharding.Mesh(devices, ("chip", "core")), None)
+
+
+def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
+    """Run the tables on arrays, one chip, step and lane at a time: what the JAX engine must do.
+
+    The rows of a repeated schedule run again and again, in each period so many chunks further on; before the first
+    chunk and after the last one they have nothing to do.
+    """
+    held, total, repeat = payload.copy(), lowered.shape.total_chunks, lowered.shape.repeat
+    steps = [(loop, t, 0) for loop in lowered.loops for t in range(loop.n_steps)]
+    if repeat is not None:
+        (loop,) = lowered.loops
+        steps = [(loop, now % repeat.period, now // repeat.period * repeat.n_chunks) for now in range(repeat.n_steps)]
+    for loop, t, further in steps:
+        before = held.copy()
+        for number, lane in enumerate(loop.lanes):
+            sender = {dst: src for src, dst in lane.pairs}
+            for chip in range(lowered.shape.n_chips):
+                op, at = loop.ops[chip, t, number], loop.receive[chip, t, number] + further
+                assert op in lane.ops
+                if op == KEEP or not 0 <= at < total:
+                    continue
+                sent = loop.send[sender[chip], t, number] + further
+                run = before[sender[chip], sent : sent + lane.run]
+                if op == Op.REDUCE:
+                    run = run + before[chip, at : at + lane.run]
+                held[chip, at : at + lane.run] = run
+    return held
 
 
 def _is_program(value: Any) -> bool:

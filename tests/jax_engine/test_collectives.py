@@ -161,10 +161,7 @@ def test_payloads_of_more_than_two_billion_elements() -> None:
     name = "row-pairs 4x4 - 2x2"
     fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
     program = mmj.install(schedule, fabric)
-    mapped = jax.shard_map(
-        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(cases.BY_CHIP, program.spec), out_specs=cases.BY_CHIP,
-        check_vma=False,
-    )  # fmt: skip
+    mapped = cases.mapped(fabric)
     large = jax.ShapeDtypeStruct((12, 2**33 + 1), jnp.bfloat16)
     assert jax.eval_shape(mapped, large, program).shape == large.shape
     too_large = jax.ShapeDtypeStruct((12, schedule.total_chunks * (2**31 - 1) + 1), jnp.bfloat16)
@@ -223,14 +220,8 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))
-    mapped = jax.shard_map(
-        both,
-        mesh=fabric.jax_mesh,
-        in_specs=(every, program.spec, pair.spec),
-        out_specs=(every, every, every, PartitionSpec()),
-        check_vma=False,
-    )
-    *sums, one = jax.jit(mapped)(values, program, pair)
+    specs, results = (every, program.spec, pair.spec), (every, every, every, PartitionSpec())
+    *sums, one = jax.jit(cases.mapped(fabric, both, in_specs=specs, out_specs=results))(values, program, pair)
     assert one == 1.0
     for got in sums:
         assert (np.asarray(got) == values.sum(axis=0)).all()
@@ -239,21 +230,12 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
 def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
     fabric = cases.fabric_of("trees 4x4")
     program = mmj.install(cases.schedule_of("trees 4x4"), fabric)
-    by_chip = PartitionSpec("chip")
-
-    def mapped(spec: PartitionSpec) -> Any:
-        return jax.jit(
-            jax.shard_map(
-                mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(spec, program.spec), out_specs=by_chip, check_vma=True
-            )
-        )
-
     for size in (2, 40):  # fewer elements than there are chunks, and more
         values = np.arange(16 * size, dtype=np.float32)
-        got = np.asarray(mapped(by_chip)(values, program)).reshape(16, size)
+        got = np.asarray(jax.jit(cases.mapped(fabric, check_vma=True))(values, program)).reshape(16, size)
         assert (got[5] == values.reshape(16, size).sum(axis=0)).all()
     with pytest.raises(ParameterError, match=r"would count it 16 times.*check_vma=False"):
-        mapped(PartitionSpec())(jnp.arange(32.0), program)
+        cases.mapped(fabric, in_specs=(PartitionSpec(), program.spec), check_vma=True)(jnp.arange(32.0), program)
 
 
 def test_composes_with_loops_and_donation() -> None:
@@ -264,12 +246,8 @@ def test_composes_with_loops_and_donation() -> None:
     def repeated(x: jax.Array, program: mmj.Program) -> Any:
         return lax.fori_loop(0, 3, lambda _, x: mmj.all_reduce(x, program, mean=True), x)
 
-    spec = PartitionSpec("chip")
-    mapped = jax.shard_map(
-        repeated, mesh=fabric.jax_mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
-    )  # fmt: skip
     x = jax.device_put(jnp.arange(16.0 * 32), fabric.sharding("chip"))
-    got = jax.jit(mapped, donate_argnums=0)(x, program)
+    got = jax.jit(cases.mapped(fabric, repeated), donate_argnums=0)(x, program)
     assert x.is_deleted()
     assert (got.reshape(16, 32)[7] == jnp.arange(16.0 * 32).reshape(16, 32).mean(axis=0)).all()
 
@@ -281,14 +259,7 @@ def test_runs_in_place() -> None:
         n, chunk = schedule.mesh.n_chips, 1000
         program = mmj.install(schedule, fabric)
         x = jax.ShapeDtypeStruct((n * schedule.total_chunks * chunk,), jnp.float32, sharding=fabric.sharding("chip"))
-        mapped = jax.shard_map(
-            mmj.all_reduce,
-            mesh=fabric.jax_mesh,
-            in_specs=(cases.BY_CHIP, program.spec),
-            out_specs=cases.BY_CHIP,
-            check_vma=False,
-        )
-        memory = jax.jit(mapped, donate_argnums=0).lower(x, program).compile().memory_analysis()
+        memory = jax.jit(cases.mapped(fabric), donate_argnums=0).lower(x, program).compile().memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == schedule.total_chunks * chunk * 4
         runs = max(sum(lane.run for lane in lanes) for lanes in program.layout.shape.lanes)
@@ -357,17 +328,12 @@ def test_a_device_that_does_not_count_adds_zeros(names: tuple[str, ...]) -> None
     tree = {name: values for name, values in payload(3, 8).items() if name in names}
     for name, values in tree.items():
         values[1] = 77 if name == "int32" else np.nan
-    one = fabric.sharding("chip").spec
 
     def total(tree: Tree, counts: Any, program: Any) -> Tree:
-        own = {name: leaf[0] for name, leaf in tree.items()}
-        found = mmj.all_reduce(own, program, accumulate_dtype=jnp.float32, counts=counts[0])
-        return {name: leaf[None] for name, leaf in found.items()}
+        found: Tree = mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32, counts=counts)
+        return found
 
-    mapped = jax.shard_map(
-        total, mesh=fabric.jax_mesh, in_specs=(one, one, program.spec), out_specs=one, check_vma=False
-    )
-    found = jax.jit(mapped)(tree, np.array([True, False, True]), program)
+    found = cases.on_chips(fabric, total, tree, np.array([True, False, True]), program)
     for name, values in tree.items():
         wanted = values[0].astype(np.complex128) + values[2].astype(np.complex128)
         for row in np.asarray(found[name]).astype(np.complex128):

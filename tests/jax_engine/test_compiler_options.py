@@ -18,7 +18,7 @@ from jax_engine.compiling.job_programs import recorded_compilations
 from meshmend.jax.compile import for_topology
 from meshmend.jax.compile.for_topology import CompilerError, compile_step, slice_fabric
 from meshmend.jax.engine import compiler_options
-from meshmend.jax.engine.compiler_options import OPTIONS, CompilerOption, Purpose, options_for, without_option
+from meshmend.jax.engine.compiler_options import OPTIONS, CompilerOption, options_for, without_option
 
 needs_libtpu = pytest.mark.skipif(
     not for_topology.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
@@ -37,11 +37,10 @@ def test_one_table_names_all_options() -> None:
     assert all(len(one.why) > 20 for one in OPTIONS)
 
 
-def test_a_fabric_has_the_options_of_its_purposes_and_only_on_tpus() -> None:
-    by_purpose = {purpose: options_for("tpu", purpose) for purpose in Purpose}
-    assert all(by_purpose.values())
-    assert sum(map(len, by_purpose.values())) == len(OPTIONS)
-    assert options_for("cpu", *Purpose) == {}
+def test_a_fabric_has_options_only_on_tpus() -> None:
+    assert options_for("tpu", overlap=False).items() < options_for("tpu", overlap=True).items()
+    assert len(options_for("tpu", overlap=True)) == len(OPTIONS)
+    assert options_for("cpu", overlap=True) == {}
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
     assert fabric.compiler_options == fabric.overlap_options == {}
 
@@ -49,11 +48,9 @@ def test_a_fabric_has_the_options_of_its_purposes_and_only_on_tpus() -> None:
 def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX refuses options for a part of a program; sharded parameters may be made inside of one."""
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    by_purpose = {Purpose.OVERLAP: {"xla_cpu_enable_fast_min_max": False}}
     some = {"xla_cpu_enable_fast_min_max": True, "xla_cpu_enable_fast_math": False}
-    monkeypatch.setattr(
-        "meshmend.jax.engine.fabric.options_for", lambda _, *purposes: by_purpose.get(purposes[0], some)
-    )
+    others = {**some, "xla_cpu_enable_fast_min_max": False}
+    monkeypatch.setattr("meshmend.jax.engine.fabric.options_for", lambda _, *, overlap: others if overlap else some)
     with recorded_compilations(at_least=1) as found:
         for overlap in (False, True):
             fabric.jit(lambda x: x + 1, overlap=overlap)(jnp.ones(3))
@@ -61,19 +58,15 @@ def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypat
         cut = fabric.jit(lambda tree, pair: mmj.fsdp.shard_params(tree, fabric, pair).shards)
         (shards,) = cut(np.ones(8, np.float32), pair)
     assert shards.sum() == 8
-    assert [options for name, options in found if name == "jit__lambda"] == [
-        some,
-        some | by_purpose[Purpose.OVERLAP],
-        some,
-    ]
+    assert [options for name, options in found if name == "jit__lambda"] == [some, others, some]
 
 
 @needs_libtpu
 @pytest.mark.parametrize("topology", SLICES)
 def test_libtpu_knows_every_option(topology: str) -> None:
     fabric = slice_fabric(topology)
-    assert fabric.overlap_options == options_for("tpu", *Purpose)
-    assert mmj.tile(fabric, "1x1").compiler_options == options_for("tpu", Purpose.LINKS, Purpose.PARTS)
+    assert fabric.overlap_options == options_for("tpu", overlap=True)
+    assert mmj.tile(fabric, "1x1").compiler_options == options_for("tpu", overlap=False)
     for option in OPTIONS:
         compile_one(fabric, topology, {option.name: option.value})
 
@@ -86,7 +79,7 @@ def test_an_option_that_libtpu_does_not_know_is_an_error_that_names_it(
     fabric = slice_fabric(topology)
     with pytest.raises(CompilerError, match=r"libtpu [\d.]+\) does not know the option xla_tpu_invented\. It is not"):
         compile_one(fabric, topology, {"xla_tpu_invented": "true"})
-    ours = CompilerOption("xla_tpu_invented", "true", Purpose.OVERLAP, "Permutes would wait for each other.")
+    ours = CompilerOption("xla_tpu_invented", "true", "Permutes would wait for each other.")
     monkeypatch.setattr(compiler_options, "OPTIONS", (*OPTIONS, ours))
     with pytest.raises(CompilerError, match=r"option xla_tpu_invented\. .*would wait for each other\. Install libtpu"):
         compile_one(fabric, topology, fabric.overlap_options)

@@ -26,11 +26,13 @@ class FakeTpu:
     platform: str = "tpu"
 
 
-def slice_of(shape: tuple[int, ...], *, cores: int = 1, at: tuple[int, ...] = (0, 0, 0)) -> list[FakeTpu]:
+def slice_of(
+    shape: tuple[int, ...], *, cores: int = 1, at: tuple[int, ...] = (0, 0, 0), kind: str = "TPU v3"
+) -> list[FakeTpu]:
     """Devices in JAX's order, x fastest, at an offset in the pod; coordinates have three axes always."""
     x, y, z = (*shape, 1)[:3]
     return [
-        FakeTpu((i + at[0], j + at[1], k + at[2]), core)
+        FakeTpu((i + at[0], j + at[1], k + at[2]), core, kind)
         for k in range(z)
         for j in range(y)
         for i in range(x)

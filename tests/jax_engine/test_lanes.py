@@ -12,33 +12,13 @@ import pytest
 import meshmend as mm
 import meshmend.numpy as mmn
 from jax_engine import cases
+from jax_engine.cases import replay
 from meshmend.schedule import Collective, Op, lanes
-from meshmend.schedule.lanes import KEEP, Lane, Lowered, ProgramShape, lower
+from meshmend.schedule.lanes import KEEP, Lane, ProgramShape, lower
 from random_schedules import random_schedule
 
 LARGE = tuple(name for name in cases.PLANS if "8x8" in name)
 PLANS = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in cases.PLANS]
-
-
-def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
-    """Run the tables on arrays, one chip, step and lane at a time: what the JAX engine must do."""
-    held = payload.copy()
-    for loop in lowered.loops:
-        for t in range(loop.n_steps):
-            before = held.copy()
-            for number, lane in enumerate(loop.lanes):
-                sender = {dst: src for src, dst in lane.pairs}
-                for chip in range(lowered.shape.n_chips):
-                    op, at = loop.ops[chip, t, number], loop.receive[chip, t, number]
-                    assert op in lane.ops
-                    if op == KEEP:
-                        continue
-                    sent = loop.send[sender[chip], t, number]
-                    run = before[sender[chip], sent : sent + lane.run]
-                    if op == Op.REDUCE:
-                        run = run + before[chip, at : at + lane.run]
-                    held[chip, at : at + lane.run] = run
-    return held
 
 
 def chain() -> mm.Schedule:

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.cases import BY_CHIP, mapped
 from jax_engine.two_processes import run_two
 from meshmend.jax.engine import cpu_order
 from meshmend.jax.engine.program import Update
@@ -75,8 +75,7 @@ def test_the_reader_of_programs_sees_loops_side_by_side() -> None:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
 
     def compiled(function: Callable[[Any], Any]) -> str:
-        mapped = jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=P("chip"), out_specs=P("chip"), check_vma=False)
-        return str(jax.jit(mapped).lower(jnp.ones(8)).compile().as_text())
+        return str(jax.jit(mapped(fabric, function, in_specs=BY_CHIP)).lower(jnp.ones(8)).compile().as_text())
 
     def both(x: Any) -> Any:
         return ring(x), ring(x[:1])
@@ -99,10 +98,10 @@ def test_what_has_literals_or_mixed_dtypes_waits_with_all_it_has() -> None:
     def function(x: Any) -> Any:
         return shifted(x), shifted(x[:1]), lax.psum((x, x.astype(jnp.int32)), "chip")
 
-    mapped = jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=P("chip"), out_specs=P("chip"), check_vma=False)
-    compiled = jax.jit(cpu_order.one_by_one(mapped)).lower(jnp.arange(8.0)).compile()
+    plain, x = mapped(fabric, function, in_specs=BY_CHIP), jnp.arange(8.0)
+    compiled = jax.jit(cpu_order.one_by_one(plain)).lower(x).compile()
     assert side_by_side(str(compiled.as_text())) == []
-    for a, b in zip(jax.tree.leaves(compiled(jnp.arange(8.0))), jax.tree.leaves(mapped(jnp.arange(8.0))), strict=True):
+    for a, b in zip(jax.tree.leaves(compiled(x)), jax.tree.leaves(plain(x)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -160,10 +159,7 @@ LONG = ("two-phase", "fused, two dtypes")
 @pytest.mark.parametrize("tiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chips", "tiles"])
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("two-phase", "fused, two dtypes") else ())
-        for name in STEPS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS],
 )
 def test_collectives_of_a_step_wait_for_each_other(name: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2", failed=["0,0"])

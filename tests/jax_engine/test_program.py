@@ -86,13 +86,7 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
     x = jnp.ones((12, 4))
 
     def mapped(function: Any, spec: PartitionSpec) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=fabric.jax_mesh,
-            in_specs=(cases.BY_CHIP, spec),
-            out_specs=cases.BY_CHIP,
-            check_vma=check_vma,
-        )
+        return cases.mapped(fabric, function, in_specs=(cases.BY_CHIP, spec), check_vma=check_vma)
 
     uses = {
         "all_reduce": (mmj.all_reduce, program),
@@ -110,14 +104,9 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
         mmj.all_reduce(x, program)
 
 
-def two_cores(n_chips: int = 4) -> mmj.Fabric:
-    devices = np.array(jax.devices()[: 2 * n_chips]).reshape(n_chips, 2)
-    return mmj.Fabric(mm.Mesh((2, n_chips // 2)), jax.sharding.Mesh(devices, ("chip", "core")), None)
-
-
 def test_gradients_that_jax_has_summed_over_the_cores_are_refused() -> None:
     """With check_vma=True and weights that vary over "chip" only, JAX adds up the cores and so would meshmend."""
-    fabric = two_cores()
+    fabric = cases.two_cores()
     program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     every = PartitionSpec(("chip", "core"))
 
@@ -127,7 +116,7 @@ def test_gradients_that_jax_has_summed_over_the_cores_are_refused() -> None:
             return mmj.all_reduce(jax.grad(lambda w: jnp.sum(x @ w))(w), program)
 
         specs = (PartitionSpec(), every, program.spec)
-        mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=specs, out_specs=every, check_vma=True)
+        mapped = cases.mapped(fabric, local, in_specs=specs, out_specs=every, check_vma=True)
         return jax.jit(mapped)(jnp.ones(3), jnp.ones((8, 3)), program)
 
     assert (np.asarray(gradients(("chip", "core"))) == 8).all()
@@ -170,7 +159,7 @@ def test_a_plan_that_leaves_the_chunks_to_a_few_owners_is_no_pair() -> None:
     assert mmj.install(even, fabric, update="two-phase").n_chips == 16
 
 
-def test_other_ways_to_update_are_refused_and_the_names_of_before_still_install() -> None:
+def test_other_ways_to_update_are_refused() -> None:
     fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
     with pytest.raises(
         ParameterError, match="update is 'sharded', expected one of: 'replicated', 'fused', 'two-phase'"

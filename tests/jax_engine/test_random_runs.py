@@ -32,8 +32,7 @@ PER_CHUNK = 3
 
 def run(schedule: Schedule, payload: NDArray[np.int32]) -> NDArray[np.int32]:
     """Run a schedule by the collective that it is for; one row per chip, as many elements as it leaves there."""
-    mesh = schedule.mesh
-    fabric = mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+    fabric = cases.fabric_for(schedule.mesh)
     program = mmj.install(schedule, fabric)
     match schedule.collective:
         case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_UPDATE:

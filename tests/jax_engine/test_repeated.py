@@ -11,36 +11,11 @@ import meshmend as mm
 import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from jax_engine import cases
+from jax_engine.cases import replay
 from meshmend.planning import Weave
-from meshmend.schedule import Collective, Op
-from meshmend.schedule.lanes import KEEP, Lowered, lower
+from meshmend.schedule import Collective
+from meshmend.schedule.lanes import lower
 from random_schedules import random_schedule, repeated_with_idle_steps
-
-
-def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
-    """Run the tables on arrays as `Repeat` says, one chip, step and lane at a time."""
-    repeat, (loop,) = lowered.shape.repeat, lowered.loops
-    assert repeat is not None
-    total = lowered.shape.total_chunks
-    held = payload.copy()
-    for now in range(repeat.n_steps):
-        before = held.copy()
-        period, row = divmod(now, repeat.period)
-        for number, lane in enumerate(loop.lanes):
-            sender = {dst: src for src, dst in lane.pairs}
-            for chip in range(lowered.shape.n_chips):
-                op = loop.ops[chip, row, number]
-                at = loop.receive[chip, row, number] + period * repeat.n_chunks
-                assert op in lane.ops
-                if op == KEEP or not 0 <= at < total:
-                    continue
-                sent = loop.send[sender[chip], row, number] + period * repeat.n_chunks
-                assert sent == at
-                run = before[sender[chip], sent : sent + lane.run]
-                if op == Op.REDUCE:
-                    run = run + before[chip, at : at + lane.run]
-                held[chip, at : at + lane.run] = run
-    return held
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -67,8 +42,7 @@ def test_templates_that_begin_with_idle_steps_are_summed_exactly() -> None:
             assert np.array_equal(mmn.run(form, payload), total), seed
         assert np.array_equal(replay(lower(whole), payload), total), seed
         if seed % 40 == 0:
-            mesh = whole.mesh
-            fabric = mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+            fabric = cases.fabric_for(whole.mesh)
             for form in (whole, whole.expanded()):
                 program = mmj.install(form, fabric)
                 got = cases.on_chips(fabric, mmj.all_reduce, payload.astype(np.int32), program)
@@ -99,14 +73,5 @@ def test_a_sharded_update_finds_its_chunks() -> None:
         shards = mmj.reduce_scatter(x, pair)
         return jnp.asarray(mmj.all_gather(shards, pair, like=x))
 
-    mapped = jax.jit(
-        jax.shard_map(
-            through_shards,
-            mesh=fabric.jax_mesh,
-            in_specs=(cases.BY_CHIP, pair.spec),
-            out_specs=cases.BY_CHIP,
-            check_vma=False,
-        )
-    )
-    got = np.asarray(mapped(jnp.asarray(values), pair)).reshape(16, -1)
-    assert (got == values.sum(axis=0)).all()
+    got = cases.on_chips(fabric, through_shards, values, pair)
+    assert (np.asarray(got) == values.sum(axis=0)).all()

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
@@ -102,46 +101,6 @@ def test_halves_need_no_whole_where_there_is_a_plan_for_scalars() -> None:
             mmj.install(long_plan(), fabric, update=update, scalars=mm.plan(mm.Mesh("4x4"), "latency"))
 
 
-def mixed_tree(n_rows: int) -> dict[str, Any]:
-    """Many bfloat16 values and few of other dtypes, all of them small whole numbers: sums in any order are exact."""
-    rng = np.random.default_rng(0)
-
-    def numbers(*shape: int, low: int = -4) -> Any:
-        return rng.integers(low, 5, (n_rows, *shape))
-
-    return {
-        "many": numbers(7, CHUNKS).astype(jnp.bfloat16),
-        "float32": numbers().astype(np.float32),
-        "float32 vector": numbers(5, 2).astype(np.float32),
-        "float16": numbers(3).astype(np.float16),
-        "int32": numbers(CHUNKS - 8).astype(np.int32),
-        "int8 that wraps": 31 * numbers(2).astype(np.int8),
-        "uint32": numbers(1, low=0).astype(np.uint32),
-        "bool": numbers(7) > 0,
-        "complex64": (numbers(2) + 1j * numbers(2)).astype(np.complex64),
-        "none": np.zeros((n_rows, 0), np.uint16),
-    }
-
-
-@pytest.mark.parametrize("planned", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_sums_of_all_dtypes_are_right_and_the_same_on_all_chips(planned: bool) -> None:
-    program, tree = program_of(planned=planned), mixed_tree(12)
-
-    def both(tree: Any, program: mmj.Program) -> Any:
-        return mmj.all_reduce(tree, program), jax.tree.map(lambda x: lax.psum(x, "chip"), tree)
-
-    sums, psum = cases.on_chips(holed(), both, tree, program)
-    for name, rows in tree.items():
-        got = np.asarray(sums[name])
-        assert got.dtype == psum[name].dtype, name
-        assert len({row.tobytes() for row in got}) == 1, name
-        # NumPy counts bools and widens; what wraps is cut to its dtype again.
-        exact = rows.astype(np.complex128 if rows.dtype.kind == "c" else np.float64).sum(axis=0)
-        exact = (exact + 128) % 256 - 128 if rows.dtype == np.int8 else exact
-        np.testing.assert_array_equal(got[0].astype(exact.dtype), exact, err_msg=name)
-        np.testing.assert_array_equal(got, np.asarray(psum[name]), err_msg=name)
-
-
 def test_the_bits_of_what_takes_the_plan_do_not_depend_on_scalars() -> None:
     program = program_of()
     rng = np.random.default_rng(1)
@@ -152,19 +111,8 @@ def test_the_bits_of_what_takes_the_plan_do_not_depend_on_scalars() -> None:
     np.testing.assert_allclose(total, np.full(12, loss.astype(np.float64).sum()), atol=12 * 2e-7 * np.abs(loss).sum())
 
 
-def sums(tree: Any, program: mmj.Program) -> Any:
-    mapped = jax.shard_map(
-        mmj.all_reduce,
-        mesh=holed().jax_mesh,
-        in_specs=(P("chip"), program.spec),
-        out_specs=P("chip"),
-        check_vma=False,
-    )
-    return mapped(tree, program)
-
-
 def test_less_than_an_element_per_chunk_takes_the_program_for_scalars() -> None:
-    program = program_of()
+    program, sums = program_of(), cases.mapped(holed())
     few, many = np.zeros(12 * (CHUNKS - 1), np.float32), np.zeros(12 * CHUNKS, np.float32)
     scalars = (loops_of(program.scalars), lanes_of(program.scalars))
     whole = (loops_of(program), lanes_of(program))
@@ -177,14 +125,11 @@ def test_less_than_an_element_per_chunk_takes_the_program_for_scalars() -> None:
 
 
 def test_two_cores_per_chip_count_their_elements_together() -> None:
-    devices = np.array(jax.devices()[:8]).reshape(4, 2)
-    fabric = mmj.Fabric(mm.Mesh("2x2"), jax.sharding.Mesh(devices, ("chip", "core")), None)
+    fabric = cases.two_cores()
     program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=8), fabric)
     assert lanes_of(program) != lanes_of(program.scalars)
     every = P(("chip", "core"))
-    mapped = jax.shard_map(
-        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(every, program.spec), out_specs=every, check_vma=False
-    )
+    mapped = cases.mapped(fabric, in_specs=(every, program.spec), out_specs=every)
     for size, way in ((1, program.scalars), (15, program.scalars), (16, program)):
         values = np.random.default_rng(size).integers(-99, 99, (8, size), dtype=np.int32)
         assert count(mapped, values, program)[1] == lanes_of(way)

@@ -151,7 +151,6 @@ def test_plans_are_found_again_for_payloads_of_about_the_same_size(tmp_path: Pat
     assert mmj.plan(fabric, floats(180_000), cache=cache).digest == first.digest
     assert len(cache) == made
     assert mmj.plan(fabric, floats(20_000_000), cache=cache).digest != first.digest
-    assert replace(first, engine="pallas").digest != first.digest, "other programs, which must not meet"
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])

@@ -9,22 +9,13 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine.test_fabric import FakeTpu
-from meshmend.jax.engine.fabric import HARDWARE, documented_wrap
-from meshmend.machines.wiring import WIRING
+from jax_engine.test_fabric import slice_of
+from meshmend.jax.engine.fabric import HARDWARE
+from meshmend.machines.wiring import WIRING, documented_axes
 
 PODS = ("TPU v2", "TPU v3")
 CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x")
 LITE = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-
-
-def slice_of(kind: str, shape: tuple[int, ...]) -> list[FakeTpu]:
-    x, y, z = (*shape, 1)[:3]
-    return [FakeTpu((i, j, k), device_kind=kind) for k in range(z) for j in range(y) for i in range(x)]
-
-
-def axes(shape: str) -> tuple[int, ...]:
-    return mm.Mesh(shape).shape
 
 
 CASES = [
@@ -44,16 +35,16 @@ TWISTED = {"4x4x8": "001", "4x8x4": "010", "4x8x8": "011", "8x8x16": "001", "8x1
 
 @pytest.mark.parametrize(("kind", "shape", "wrap"), CASES)
 def test_axes_wrap_as_documented(kind: str, shape: str, wrap: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert documented_wrap(kind, axes(shape)) == tuple(digit == "1" for digit in wrap)
+    assert documented_axes(kind, mm.Mesh(shape).shape) == (tuple(digit == "1" for digit in wrap), None)
 
 
 @pytest.mark.parametrize("kind", CUBES)
 @pytest.mark.parametrize(("shape", "wrap"), TWISTED.items())
 def test_where_a_torus_may_be_twisted_only_the_long_axes_count_and_it_says_so(kind: str, shape: str, wrap: str) -> None:
+    x, y, z = mm.Mesh(shape).shape
     with pytest.warns(UserWarning, match=rf"A {kind} slice of {shape} chips may be a twisted torus.*MESHMEND_WRAP"):
-        assert documented_wrap(kind, axes(shape)) == tuple(digit == "1" for digit in wrap)
+        mesh = mmj.discover(slice_of((x, y, z), kind=kind)).mesh
+    assert mesh.wrap == tuple(digit == "1" for digit in wrap)
 
 
 def test_every_kind_of_tpu_that_has_a_preset_has_a_wiring() -> None:
@@ -61,17 +52,17 @@ def test_every_kind_of_tpu_that_has_a_preset_has_a_wiring() -> None:
 
 
 def test_discover_knows_the_wraps_of_a_slice_with_a_hole() -> None:
-    devices = [device for device in slice_of("TPU v4", (4, 4, 4)) if device.coords != (1, 2, 3)]
+    devices = [device for device in slice_of((4, 4, 4), kind="TPU v4") if device.coords != (1, 2, 3)]
     assert mmj.discover(devices).mesh == mm.Mesh("4x4x4", wrap=True, failed=[(1, 2, 3)])
-    devices = slice_of("TPU v6 lite", (8, 16))
+    devices = slice_of((8, 16), kind="TPU v6 lite")
     assert mmj.discover(devices, failed=["2x2@3,14"]).mesh.wrap == (False, True)
 
 
 def test_what_is_given_goes_before_what_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = slice_of("TPU v4", (4, 4, 4))
+    devices = slice_of((4, 4, 4), kind="TPU v4")
     assert mmj.discover(devices, wrap=False).mesh.wrap == (False,) * 3
     assert mmj.discover(devices, wrap=[True, False, False]).mesh.wrap == (True, False, False)
-    assert mmj.discover(slice_of("TPU v4", (2, 4, 4)), wrap=[False, True, True]).mesh.wrap == (False, True, True)
+    assert mmj.discover(slice_of((2, 4, 4), kind="TPU v4"), wrap=[False, True, True]).mesh.wrap == (False, True, True)
     monkeypatch.setenv("MESHMEND_WRAP", "2")
     assert mmj.discover(devices).mesh.wrap == (False, False, True)
     assert mmj.discover(devices, wrap=True).mesh.wrap == (True,) * 3
@@ -84,13 +75,13 @@ def test_a_mesh_that_is_described_by_hand_wraps_as_described() -> None:
         warnings.simplefilter("error")
         assert mmj.discover(jax.devices()[:16], shape="4x4").mesh.wrap == (False, False)
         spots = [(i, j) for i in range(16) for j in range(2)]
-        assert mmj.discover(slice_of("TPU v5e", (16, 2)), coords=spots).mesh.wrap == (False, False)
+        assert mmj.discover(slice_of((16, 2), kind="TPU v5e"), coords=spots).mesh.wrap == (False, False)
 
 
 def test_a_kind_that_is_not_known_warns_and_does_not_wrap() -> None:
     with pytest.warns(UserWarning, match=r"not known here how TPU v99 devices are wired.*4x4x4 wraps.*wrap=…") as found:
-        assert mmj.discover(slice_of("TPU v99", (4, 4, 4))).mesh == mm.Mesh("4x4x4")
+        assert mmj.discover(slice_of((4, 4, 4), kind="TPU v99")).mesh == mm.Mesh("4x4x4")
     assert found[0].filename == __file__, "the warning points at the caller"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert mmj.discover(slice_of("TPU v99", (4, 4, 4)), wrap=True).mesh == mm.Mesh("4x4x4", wrap=True)
+        assert mmj.discover(slice_of((4, 4, 4), kind="TPU v99"), wrap=True).mesh == mm.Mesh("4x4x4", wrap=True)

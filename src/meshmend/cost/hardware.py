@@ -203,15 +203,6 @@ _ASYNCHRONOUS = (
     "all: on v4, v5p and v6e permutes in different directions are asynchronous and in flight together, seen by "
     "compiling ahead of time with libtpu; inferred for v5e and 7x",
 )
-_PALLAS = (
-    ("step_latency_s", "none: chips wait for their data and credits, not for the end of a step"),
-    (
-        "message_s",
-        "assumed, 0.2 µs: about 100 cycles of the scalar core to start a remote DMA and as many to take one, which the "
-        "same core does in turn; no TPU has run the kernel, and nobody has timed it",
-    ),
-    ("links_at_once", "assumed, all: a DMA per link is under way at once; nobody has timed it"),
-)
 
 
 def _tpu(
@@ -226,17 +217,6 @@ def _tpu(
         hop_latency_s=1e-6,
         links_at_once=1 if one_at_a_time else None,
         sources=(source, _XLA_STEP if xla else _FABRIC_STEP, _HOP, width),
-    )
-
-
-def _tpu_pallas(name: str, rate: float, source: tuple[str, str]) -> Hardware:
-    """Return a TPU as the kernel of engine="pallas" is assumed to drive it: plan for it with mode="asynchronous"."""
-    return Hardware(
-        name,
-        link_bytes_per_s=rate,
-        hop_latency_s=1e-6,
-        message_s=2e-7,
-        sources=(source, _PALLAS[0], _HOP, *_PALLAS[1:]),
     )
 
 
@@ -259,19 +239,14 @@ PRESETS: dict[str, Hardware] = {
         _tpu("tpu-v3-xla", 82e9, _V3_RATE, xla=True, one_at_a_time=True),
         _tpu("tpu-v4", 50e9, _V4_RATE),
         _tpu("tpu-v4-xla", 50e9, _V4_RATE, xla=True),
-        _tpu_pallas("tpu-v4-pallas", 50e9, _V4_RATE),
         _tpu("tpu-v5e", 50e9, _V5E_RATE),
         _tpu("tpu-v5e-xla", 50e9, _V5E_RATE, xla=True),
-        _tpu_pallas("tpu-v5e-pallas", 50e9, _V5E_RATE),
         _tpu("tpu-v5p", 100e9, _V5P_RATE),
         _tpu("tpu-v5p-xla", 100e9, _V5P_RATE, xla=True),
-        _tpu_pallas("tpu-v5p-pallas", 100e9, _V5P_RATE),
         _tpu("tpu-v6e", 100e9, _V6E_RATE),
         _tpu("tpu-v6e-xla", 100e9, _V6E_RATE, xla=True),
-        _tpu_pallas("tpu-v6e-pallas", 100e9, _V6E_RATE),
         _tpu("tpu-v7x", 100e9, _V7X_RATE),
         _tpu("tpu-v7x-xla", 100e9, _V7X_RATE, xla=True),
-        _tpu_pallas("tpu-v7x-pallas", 100e9, _V7X_RATE),
         Hardware(
             "trainium2",
             link_bytes_per_s=160e9,

@@ -113,8 +113,7 @@ def through_xla(hardware: str) -> str:
     >>> through_xla("tpu-v6e"), through_xla("tpu-v6e-xla"), through_xla("tenstorrent-t3000")
     ('tpu-v6e-xla', 'tpu-v6e-xla', 'tenstorrent-t3000')
     """
-    tpu = re.fullmatch(r"(tpu-v\w+)(?:-pallas)?", hardware)
-    return hardware if tpu is None else f"{tpu[1]}-xla"
+    return f"{hardware}-xla" if re.fullmatch(r"tpu-v\w+", hardware) else hardware
 
 
 Coordinates = dict[str, Coordinate]

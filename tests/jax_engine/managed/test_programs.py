@@ -48,7 +48,7 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-    monkeypatch.setattr("meshmend.jax.engine.fabric.options_for", lambda *_: OPTION)
+    monkeypatch.setattr("meshmend.jax.engine.fabric.options_for", lambda *_, **__: OPTION)
     of_job, of_training = KINDS[kind]
     with recorded_compilations() as compiled:
         for steps, hole in ((2, ""), (3, " minus 0,0")):

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.loops import Chunks, hidden_zero, run
-from meshmend.jax.engine.pallas.installed import Engine, expect_engine
 from meshmend.jax.engine.private import varying_axes
 from meshmend.jax.engine.program import ChunkLayout, Program
 from meshmend.schedule import Collective
@@ -41,7 +40,6 @@ def all_reduce(
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
     counts: Annotated[jax.Array, "[]"] | None = None,
-    engine: Engine | None = None,
 ) -> Tree:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
@@ -50,8 +48,7 @@ def all_reduce(
     and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
     integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. `unroll` writes the
     steps out one by one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
-    A device where `counts` is false adds zeros, whatever it has. `engine` is the one that the program was installed
-    for (`install(…, engine="pallas")`); to name the other is an error.
+    A device where `counts` is false adds zeros, whatever it has.
 
     Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype: a float32 loss
     beside float32 gradients costs nothing. Leaves of a dtype that have fewer elements together than the plan has
@@ -66,13 +63,11 @@ def all_reduce(
     [198, 210, 222]
     """
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
-    if engine is not None:
-        expect_engine(engine, program.engine)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     if mean:
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
-    results: list[jax.Array] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
+    results: list[jax.Array] = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     for group, way in _ways(leaves, program, accumulate_dtype):
         chunks = run(sum_in_chip(group.pack(leaves, counts), way.layout), way, unroll=unroll)
         for i, total in group.unpack(join_in_chip(chunks, way.layout), leaves):
@@ -312,7 +307,7 @@ def mean_dtype(own: DTypeLike) -> np.dtype[np.generic]:
     return dtype
 
 
-def _sum_dtype(own: DTypeLike) -> np.dtype[np.generic]:
+def sum_dtype(own: DTypeLike) -> np.dtype[np.generic]:
     """Return the dtype of a leaf's sum, as `lax.psum` has it: bools are counted."""
     dtype: np.dtype[np.generic] = np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
     return dtype

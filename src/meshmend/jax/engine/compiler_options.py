@@ -8,42 +8,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-
-
-class Purpose(StrEnum):
-    """What an option is for."""
-
-    LINKS = "links"
-    """Every program: all links of a chip at once."""
-    PARTS = "parts"
-    """Every program: XLA's own collectives among a part of the chips, inside tiles and between hosts."""
-    OVERLAP = "overlap"
-    """Communication that is to hide behind computing, as in `scan_layers`."""
 
 
 @dataclass(frozen=True)
 class CompilerOption:
-    """One option of the TPU compiler, and why it is there."""
+    """One option of the TPU compiler, and why it is there: in every program, or only where steps overlap."""
 
     name: str
     value: str
-    purpose: Purpose
     why: str
+    only_overlap: bool = False
 
 
 OPTIONS = (
     CompilerOption(
         "xla_max_concurrent_async_collective_permutes",
         "16",
-        Purpose.LINKS,
         "By default at most five permutes are in flight at once, and chips of v4 and v5p have six links.",
     ),
     CompilerOption(
         "xla_tpu_enable_glp_ring_reordering",
         "false",
-        Purpose.PARTS,
         "By default the v6e compiler fails on a collective among a part of the slice's chips: inside tiles of four or "
         "more as soon as one is missing, and between one chip of each host, which is how a state is restored from "
         "memory. Other generations accept the option and do not need it.",
@@ -51,17 +37,20 @@ OPTIONS = (
     CompilerOption(
         "xla_tpu_use_aggressive_scheduling",
         "true",
-        Purpose.OVERLAP,
         "By default the scheduler leaves unrolled permutes where they are, and nothing runs beside them.",
+        only_overlap=True,
     ),
 )
 """For the TPU compiler that is named in `TESTED_WITH`."""
 TESTED_WITH = "libtpu 0.0.51"
 
 
-def options_for(platform: str, *purposes: Purpose) -> dict[str, str]:
-    """Return the options for these purposes, as `jax.jit(…, compiler_options=…)` takes them; none but on TPUs."""
-    return {one.name: one.value for one in OPTIONS if platform == "tpu" and one.purpose in purposes}
+def options_for(platform: str, *, overlap: bool) -> dict[str, str]:
+    """Return the options as `jax.jit(…, compiler_options=…)` takes them; none but on TPUs.
+
+    With `overlap` also those for communication that is to hide behind computing, as in `scan_layers`.
+    """
+    return {one.name: one.value for one in OPTIONS if platform == "tpu" and (overlap or not one.only_overlap)}
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
-from meshmend.jax.engine.compiler_options import Purpose, options_for
+from meshmend.jax.engine.compiler_options import options_for
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
 from meshmend.machines.wiring import documented_axes
@@ -116,7 +116,7 @@ class Fabric:
         They allow more than five lanes in flight at once, for chips with six links (v4, v5p), and XLA's own
         collectives among a part of the chips (v6e). None but on TPUs. `compiler_options.py` says why each is there.
         """
-        return options_for(self.platform, Purpose.LINKS, Purpose.PARTS)
+        return options_for(self.platform, overlap=False)
 
     @property
     def overlap_options(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class Fabric:
 
         For steps in which communication is to hide behind computing, as in `scan_layers`.
         """
-        return self.compiler_options | options_for(self.platform, Purpose.OVERLAP)
+        return options_for(self.platform, overlap=True)
 
     def jit(self, function: Callable[..., Any], *, overlap: bool = False, **settings: Any) -> jax.stages.Wrapped:
         """Return `jax.jit(function, **settings)` with `compiler_options`, or with `overlap` the `overlap_options`.
@@ -179,7 +179,7 @@ def discover(
     coordinate for each.
 
     `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
-    (see `documented_wrap`; a kind that is not known warns and does not wrap), and none where the mesh is
+    (`meshmend.machines.wiring`; a kind that is not known warns and does not wrap), and none where the mesh is
     described by `coords` or `shape` alone. The devices must span the slice: for a part of one give `wrap`.
 
     >>> import jax
@@ -243,13 +243,25 @@ def _on_machine(
 
 
 def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:
-    """Return what was given, what the environment says, or what is documented for the kind of device."""
+    """Return what was given, what the environment says, or what is documented for the kind of device.
+
+    Where that is not known it warns, and leaves cables out: a plan without a cable that exists leaves it unused; a plan
+    with a cable that does not exist is slower than predicted.
+    """
     if wrap is not None:
         return wrap
     text = os.environ.get("MESHMEND_WRAP")
-    if text is None:
-        return False if kind is None else documented_wrap(kind, mesh.shape)
-    return parse_wrap(text, mesh.n_axes, given=f"MESHMEND_WRAP is {text!r},")
+    if text is not None:
+        return parse_wrap(text, mesh.n_axes, given=f"MESHMEND_WRAP is {text!r},")
+    if kind is None:
+        return False
+    documented, doubt = documented_axes(kind, mesh.shape)
+    if doubt is not None:
+        warnings.warn(
+            f"{doubt}. Give discover(…, wrap=…) or MESHMEND_WRAP (all, none, or axes as in 0,1) if you know better.",
+            stacklevel=4,
+        )
+    return documented
 
 
 def _coordinates(
@@ -332,21 +344,3 @@ def _fabric(devices: list[Any], where: NDArray[np.int64], mesh: Mesh) -> Fabric:
     names = (CHIP_AXIS, CORE_AXIS) if per_chip > 1 else (CHIP_AXIS,)
     jax_mesh = jax.sharding.Mesh(table if per_chip > 1 else table[:, 0], names)
     return Fabric(mesh, jax_mesh, HARDWARE.get(str(devices[0].device_kind)))
-
-
-def documented_wrap(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Return which axes of a slice wrap. Warns where that is not known, and then leaves cables out.
-
-    A plan without a cable that exists leaves it unused; a plan with a cable that does not exist is slower than
-    predicted. So an unknown axis does not wrap.
-
-    >>> documented_wrap("TPU v4", (4, 4, 4)), documented_wrap("TPU v5e", (8, 16))
-    ((True, True, True), (False, True))
-    """
-    wrap, doubt = documented_axes(kind, shape)
-    if doubt is not None:
-        warnings.warn(
-            f"{doubt}. Give discover(…, wrap=…) or MESHMEND_WRAP (all, none, or axes as in 0,1) if you know better.",
-            stacklevel=5,
-        )
-    return wrap

@@ -30,8 +30,6 @@ goes down in their place, and what is carried on."""
 def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
     """Run the program's loops over the matrix of chunks; `unroll` writes their steps out one by one."""
     layout = program.layout
-    if program.kernel is not None:
-        return program.kernel.run(chunks, layout.axis, layout.platform)[0]
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
 
         def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
@@ -131,7 +129,10 @@ def move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -
     arrived = lax.optimization_barrier(
         [lax.ppermute(part, layout.axis, lane.pairs) for part, lane in zip(leaving, lanes, strict=True)]
     )
-    after = 0 if layout.platform == "tpu" else after_all(arrived, receive)
+    # On CPU a zero that is available only once every lane has arrived orders all of the step's reads before its first
+    # write. Without it, XLA may see a write beside a read of the same buffer, and copy the whole payload to be safe:
+    # that made a step thirty times slower. (It drops barriers before it decides on copies, so they do not help here.)
+    after = 0 if layout.platform == "tpu" or len(arrived) == 1 else zero_after(arrived, receive[0])
     for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
         at = receive[i] + after
         if lane.ops != (Op.COPY,):
@@ -149,19 +150,11 @@ def choose(lane: Lane, outcome: dict[int, jax.Array], op: jax.Array | None) -> j
     return found
 
 
-def after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
-    """Return a zero that is available only once every lane has arrived.
-
-    Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
-    XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
-    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
-    optimisation barriers before it decides on copies, so they do not help here.
-    """
-    return 0 if len(arrived) == 1 else zero_after(arrived, receive[0])
-
-
 def zero_after(values: Sequence[jax.Array], index: Any) -> jax.Array:
-    """Return a zero, like `index`, that is available only once all values are; `index` is some number from 0 on."""
+    """Return a zero, like `index`, that is available only once all values are; `index` is some number from 0 on.
+
+    The zero is the sign bit of that number, so the compiler cannot fold it.
+    """
     zero = jnp.asarray(index) >> 31
     after = jnp.zeros_like(zero)
     for part in values:

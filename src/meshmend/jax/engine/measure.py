@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from numpy.typing import NDArray
 
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop, fit_loops
@@ -29,7 +29,7 @@ from meshmend.cost.hardware import write_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.loops import move
-from meshmend.jax.engine.program import ChunkLayout
+from meshmend.jax.engine.program import ChunkLayout, put_rows
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.schedule import Collective, Op
 from meshmend.schedule.lanes import KEEP, Lane, ProgramShape
@@ -69,7 +69,7 @@ def measure(fabric: Fabric, *, file: str | Path | None = None) -> Hardware:
 
 def measured_facts(fabric: Fabric, loops: list[TimedLoop]) -> dict[str, Any]:
     """Return what a measurement was made of and on, for its file."""
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu") if _is_installed(name)}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu") if find_spec(name) is not None}
     return {
         "versions": versions,
         "device_kind": str(fabric.jax_mesh.devices.flat[0].device_kind),
@@ -80,14 +80,6 @@ def measured_facts(fabric: Fabric, loops: list[TimedLoop]) -> dict[str, Any]:
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "loops": [vars(loop) for loop in loops],
     }
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _neighbour_lanes(fabric: Fabric) -> list[Lane]:
@@ -149,7 +141,7 @@ def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Calla
         ops = np.full((n, len(lanes)), KEEP, dtype=np.uint8)
         for number, lane in enumerate(lanes):
             ops[[dst for _, dst in lane.pairs], number] = int(Op.REDUCE)
-        tables.append(_put(ops, fabric.sharding(fabric.axis)))
+        tables.append(put_rows(ops, fabric.sharding(fabric.axis)))
     shape = ProgramShape(n, ROOM, Collective.ALL_REDUCE, (), ())
     layout = ChunkLayout(shape, fabric.axis, fabric.core_axis, 1, fabric.platform)
 
@@ -180,7 +172,7 @@ def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Calla
     n_devices = int(fabric.jax_mesh.devices.size)
     chunk = {size: (size,) if layout.tile == 1 else (size // 128, 128) for size in sizes}
     start = [np.zeros((n_devices, ROOM, *chunk[size]), np.float32) for size in sizes]
-    held = [_put(values, fabric.sharding(fabric.axes)) for values in start]
+    held = [put_rows(values, fabric.sharding(fabric.axes)) for values in start]
     held = jax.block_until_ready(run(np.ones(len(kinds), np.int32), held, tables))
 
     agree = _agreeing(fabric)
@@ -194,10 +186,6 @@ def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Calla
     return timed
 
 
-def _put(values: NDArray[np.generic], sharding: jax.sharding.NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-
-
 def _agreeing(fabric: Fabric) -> Callable[[float], float]:
     """Return what finds the largest of the numbers that processes have: what follows from it is the same on all."""
     if jax.process_count() == 1:
@@ -206,7 +194,7 @@ def _agreeing(fabric: Fabric) -> Callable[[float], float]:
     largest = fabric.jit(jnp.max, out_shardings=fabric.sharding())
 
     def agree(value: float) -> float:
-        found = largest(_put(np.full(n_devices, value, np.float32), fabric.sharding(fabric.axes)))
+        found = largest(put_rows(np.full(n_devices, value, np.float32), fabric.sharding(fabric.axes)))
         return float(np.asarray(found.addressable_data(0)))
 
     return agree

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.jax.engine.fabric import Fabric
-from meshmend.jax.engine.pallas.installed import Engine, InstalledKernel, check_engine, kernel_of
 from meshmend.jax.engine.update_tables import update_tables
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.fused_update import with_update
@@ -36,6 +35,15 @@ MOST_OWNED = 8
 Update = Literal["replicated", "fused", "two-phase"]
 UPDATES: tuple[Update, ...] = ("replicated", "fused", "two-phase")
 Put = Callable[[NDArray[np.generic], NamedSharding], jax.Array]
+
+
+class Parts(TypedDict, total=False):
+    """What `install` takes beside a schedule and a fabric."""
+
+    update: Update
+    scatter: Schedule | None
+    gather: Schedule | None
+    scalars: Schedule | None
 
 
 class Tables(NamedTuple):
@@ -81,8 +89,6 @@ class Program:
     scalars: Program | None = None
     gather: Program | None = None
     due: tuple[Annotated[jax.Array, "int32[N, T, S]"], ...] | None = None
-    kernel: InstalledKernel | None = None
-    """What the engine "pallas" runs in place of the tables."""
     only_sums: bool = field(default=False, metadata={"static": True})
     """Whether gradients of sharded parameters are sums over devices whatever a loss asks for: a step divides them."""
 
@@ -92,11 +98,6 @@ class Program:
         if self.gather is not None:
             return "two-phase"
         return "replicated" if self.due is None else "fused"
-
-    @property
-    def engine(self) -> Engine:
-        """What runs it."""
-        return "xla" if self.kernel is None else "pallas"
 
     @property
     def is_sharded(self) -> bool:
@@ -144,10 +145,8 @@ class Program:
         return f"Program({', then '.join(one._described() for one in self.phases)})"
 
     def _described(self) -> str:
-        if self.kernel is not None:
-            return f"{self.collective} over {self.n_chips} chips: {self.kernel}"
         repeat = self.layout.shape.repeat
-        steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
+        steps = [self.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
         loops = ", ".join(f"{n} steps of {t.send.shape[-1]} lanes" for n, t in zip(steps, self.tables, strict=True))
         return f"{self.collective} over {self.n_chips} chips: {loops or 'nothing to do'}"
 
@@ -160,7 +159,6 @@ def install(
     scatter: Schedule | None = None,
     gather: Schedule | None = None,
     scalars: Schedule | None = None,
-    engine: Engine = "xla",
 ) -> Program:
     """Lower a schedule and put its tables on the fabric's devices, for one of three ways to update the weights.
 
@@ -180,9 +178,6 @@ def install(
     few numbers that every chip needs: losses, metrics, norms. Without it they take the way of one chunk of `schedule`,
     which may be None where scatter, gather and scalars are all given.
 
-    `engine` is "xla", a loop of permutes, or "pallas", one kernel per chip with remote DMAs, for all-reduces: plan for
-    it with mode="asynchronous". It is for TPUs. On CPU devices it runs in Pallas's interpret mode: slow, and for tests.
-
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> schedule = mm.plan(fabric.mesh, "hamiltonian")
@@ -194,21 +189,12 @@ def install(
     >>> mmj.install(schedule, fabric, update="fused")
     Program(all-reduce-with-update over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
-    return _Installer(fabric, _put, engine).program(schedule, update, scatter, gather, scalars)
+    return _Installer(fabric, put_rows).program(schedule, update, scatter, gather, scalars)
 
 
-def abstract_program(
-    schedule: Schedule | None,
-    fabric: Fabric,
-    *,
-    update: Update = "replicated",
-    scatter: Schedule | None = None,
-    gather: Schedule | None = None,
-    scalars: Schedule | None = None,
-    engine: Engine = "xla",
-) -> Program:
+def abstract_program(schedule: Schedule | None, fabric: Fabric, **parts: Unpack[Parts]) -> Program:
     """Return what `install` does, of shapes only: to compile for devices that are not here."""
-    return _Installer(fabric, _abstract, engine).program(schedule, update, scatter, gather, scalars)
+    return _Installer(fabric, _abstract).program(schedule, **parts)
 
 
 def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
@@ -217,8 +203,8 @@ def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
     return found
 
 
-def _put(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
-    # Each process fills in the rows of its own devices, so this works on many hosts too.
+def put_rows(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
+    """Put a table on devices of one process or of many: each fills in the rows of its own."""
     return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
 
 
@@ -228,20 +214,18 @@ class _Installer:
 
     fabric: Fabric
     put: Put
-    engine: Engine
 
     def program(
         self,
         schedule: Schedule | None,
-        update: Update,
-        scatter: Schedule | None,
-        gather: Schedule | None,
-        scalars: Schedule | None,
+        update: Update = "replicated",
+        scatter: Schedule | None = None,
+        gather: Schedule | None = None,
+        scalars: Schedule | None = None,
     ) -> Program:
         """Return the program for one way to update the weights, and for scalars beside it."""
         if update not in UPDATES:
             raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
-        check_engine(self.engine, update)
         if update != "two-phase" and (scatter is not None or gather is not None):
             raise ParameterError(f"scatter and gather go with update='two-phase', got them with update={update!r}.")
         if update == "two-phase":
@@ -249,9 +233,8 @@ class _Installer:
         elif update == "fused":
             made = self._fused(schedule)
         else:
-            made = self._one(self._proven(schedule))
+            made = self._one(schedule)
             if not made.collective.is_all_reduce:
-                check_engine(self.engine, "two-phase")
                 if scalars is not None:
                     raise ParameterError(
                         f"Scalars go with an all-reduce, got them with a schedule for {made.collective}. Leave them "
@@ -267,7 +250,7 @@ class _Installer:
         else:
             halves = _check_halves(scatter, gather, self.fabric)
         _check_owners(halves[0])
-        up, down = (self._one(self._proven(half)) for half in halves)
+        up, down = map(self._one, halves)
         return replace(up, gather=down)
 
     def _fused(self, schedule: Schedule | None) -> Program:
@@ -280,8 +263,6 @@ class _Installer:
             )
         ensure_proven(fused)
         _check_owners(fused)
-        if self.engine == "pallas":
-            return replace(self._one(fused), due=())
         lowered = lower(fused)
         return replace(self._lowered(lowered), due=tuple(map(self._by_chip, update_tables(fused, lowered))))
 
@@ -292,8 +273,7 @@ class _Installer:
                 "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as "
                 "the schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
             )
-        given = single_chunk_of(self._proven(schedule)) if scalars is None else scalars
-        program = self._one(self._proven(given))
+        program = self._one(single_chunk_of(self._proven(schedule)) if scalars is None else scalars)
         if not program.collective.is_all_reduce:
             raise ParameterError(
                 f"Expected an all-reduce as scalars, got a schedule for {program.collective}. Plan one for a few "
@@ -307,11 +287,8 @@ class _Installer:
         ensure_proven(found)
         return found
 
-    def _one(self, schedule: Schedule) -> Program:
-        if self.engine == "pallas":
-            shape, kernel = kernel_of(schedule, self._by_chip)
-            return replace(self._lowered(Lowered(shape, ())), kernel=kernel)
-        return self._lowered(lower(schedule))
+    def _one(self, schedule: Schedule | None) -> Program:
+        return self._lowered(lower(self._proven(schedule)))
 
     def _lowered(self, lowered: Lowered) -> Program:
         fabric = self.fabric

@@ -32,7 +32,6 @@ from meshmend.jax.engine.collectives import (
     sum_in_chip,
 )
 from meshmend.jax.engine.loops import Chunks, run_with_update
-from meshmend.jax.engine.pallas.update import NoLayers, OwnerUpdate, only_weights
 from meshmend.jax.engine.program import ChunkLayout, Program
 from meshmend.jax.train.optimizer_check import update_weights
 from meshmend.jax.train.optimizers import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
@@ -84,7 +83,7 @@ def streamed_update(
         return ShardedLayers([LayerPart(len(like), groups, numbers, tile)], program, whole, is_streamed=True)
 
     # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first: ShardedLayers | NoLayers = NoLayers() if program.kernel else layers_of(jnp.zeros((), jnp.int32))
+    first = layers_of(jnp.zeros((), jnp.int32))
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
@@ -107,16 +106,6 @@ def streamed_update(
 
     payload = tuple(sum_in_chip(group.pack(leaves), layout) for group in groups)
     down = tuple(gather_dtype(group, like) for group in groups)
-    if program.kernel is not None:
-
-        def formula(sums: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-            weights, after = update(others[-1:], others[:-1], (sums,), first)
-            return *weights, *split.parts(after)[1]
-
-        own = OwnerUpdate(only_weights(rows), before, formula)
-        chunks, *new = program.kernel.run(payload[0], layout.axis, layout.platform, own)
-        new_params = _unpacked((chunks.astype(down[0]),), groups, params, layout)
-        return new_params, split.join(numbers, map(_shards, new))
     kept = tuple(jnp.zeros_like(x) for x in rows) if limits else ()
     start = Streamed(before, kept, tuple(jnp.zeros((), square.dtype) for square in first.squares))
     payload, held = run_with_update(payload, start, program, apply, down)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +23,15 @@ from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
-from meshmend.jax.engine.pallas.installed import Engine, check_engine, through_kernel
-from meshmend.jax.engine.program import Program, Update, abstract_program, install
+from meshmend.jax.engine.program import Parts, Program, abstract_program, install
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Collective
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
-
-
-class _Parts(TypedDict, total=False):
-    """What `install` takes beside a schedule and a fabric."""
-
-    update: Update
-    scatter: Schedule | None
-    gather: Schedule | None
-    scalars: Schedule | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +41,11 @@ class TrainingPlan(StepPlan):
     update: PlannedUpdate
     workload: Workload
     hardware: Hardware
-    engine: Engine = "xla"
 
     @property
     def digest(self) -> str:
         """A name for the content: processes whose digests differ would run different programs."""
-        content = hashlib.sha256(self.engine.encode())
+        content = hashlib.sha256()
         for one in self.schedules:
             rows = one.template
             facts = (str(one.mesh), one.collective.value, one.total_chunks, one.repeats, one.period)
@@ -67,10 +56,10 @@ class TrainingPlan(StepPlan):
 
     def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        return install(self.schedule, fabric, engine=self.engine, **self._parts)
+        return install(self.schedule, fabric, **self._parts)
 
     @property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> Parts:
         if self.update == "fsdp":
             return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
         return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
@@ -87,7 +76,6 @@ def plan(
     planner: str | Planner = "auto",
     cache: PlanCache | None = None,
     budget_s: float | None = None,
-    engine: Engine = "xla",
     **parameters: Any,
 ) -> TrainingPlan:
     """Plan what a training step of these parameters sends on a fabric: proven, for the bytes that travel.
@@ -97,8 +85,7 @@ def plan(
     a time, or the parameters of one layer, as `jax.eval_shape(make_layer, key)` has them. `hardware` is a preset's
     name, a file of `measure`, or your own, as of a single chip; by default it is the fabric's. `planner`, `cache`,
     `budget_s` and further parameters are as in `meshmend.plan`. Payloads are rounded to a power of four
-    (`Workload.rounded`), so that models of about the same size share their plans. `engine` is as in `install`; "pallas"
-    is planned for asynchronously, on hardware as its kernel is assumed to drive it ("tpu-v6e-pallas").
+    (`Workload.rounded`), so that models of about the same size share their plans.
 
     >>> import jax, jax.numpy as jnp, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -108,10 +95,6 @@ def plan(
     """
     if update not in UPDATES:
         raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
-    check_engine(engine, "two-phase" if update == "fsdp" else "")
-    if engine == "pallas":
-        parameters = {"mode": "asynchronous", **parameters} if isinstance(planner, str) else parameters
-        hardware = through_kernel(fabric.hardware) if hardware is None else hardware
     target = hardware_of(fabric, hardware)
     workload = workload_of(fabric, params, update=update, shardings=shardings, accumulate_dtype=accumulate_dtype)
     budget: dict[str, Any] = {} if budget_s is None else {"budget_s": budget_s}
@@ -125,7 +108,7 @@ def plan(
         **budget,
         **parameters,
     )
-    return TrainingPlan(**vars(made), update=update, workload=workload, hardware=target, engine=engine)
+    return TrainingPlan(**vars(made), update=update, workload=workload, hardware=target)
 
 
 def max_steps_of(fabric: Fabric) -> int | None:

@@ -10,7 +10,7 @@ and to that wait or its sender's it may still be leaving; so its slot and both o
 An earlier arrival would make fewer things wrong, not more. What is left of a state is then how far each chip has come:
 all else follows from that, or two accesses were not in order, and that is an error in one of the orders that are tried.
 
-A value counts contributions: that of chip i is 256^i, and a chunk that was updated is 256^n more than all of them.
+A value counts contributions: that of chip i is 256^i.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from meshmend.jax.engine.pallas.instructions import Instructions, Kind
+from meshmend_lab.pallas.instructions import Instructions, Kind
 
 Place = tuple[int, int]
 """A port and a slot."""
@@ -111,7 +111,6 @@ class Machine:
 
     def __init__(self, made: Instructions, total_chunks: int) -> None:
         self.sizes, self.ports, self.total_chunks = made.shape.sizes, made.ports.tolist(), total_chunks
-        self.has_updates = made.shape.n_updates > 0
         decoded = [[decode((a, b)) for a, b in words] for words in made.words.tolist()]
         self.lists = [[one for one in ones if one.kind is not Kind.NOTHING] for ones in decoded]
         self.n = len(self.lists)
@@ -135,17 +134,13 @@ class Machine:
         """Let a chip follow its next instruction."""
         one = self.lists[chip][state.at[chip]]
         state.at[chip] += 1
-        place, run = (one.port, one.slot), self.sizes[one.size] if self.sizes else 1
+        place, run = (one.port, one.slot), self.sizes[one.size]
         if one.kind is Kind.SEND:
             self._send(state, chip, one, place, run)
         elif one.kind is Kind.SENT:
             self._has_left(state, chip, place, run)
-        elif one.kind is Kind.RECEIVE:
-            self._receive(state, chip, one, place, run)
         else:
-            state.check_still(chip, one.chunk, 1)
-            state.check_quiet(chip, one.chunk, 1)
-            state.held[chip][one.chunk] += 256**self.n
+            self._receive(state, chip, one, place, run)
 
     def _has_left(self, state: State, chip: int, place: Place, run: int) -> None:
         found = state.leaving[chip].pop(place, None)
@@ -188,7 +183,7 @@ class Machine:
             raise Broken(f"chips {waiting} wait for ever")
         if any(map(any, state.leaving)) or any(map(any, state.coming)) or any(sum(c.values()) for c in state.credits):
             raise Broken("a semaphore is not back at zero")
-        whole = sum(256**chip for chip in range(self.n)) + (256**self.n if self.has_updates else 0)
+        whole = sum(256**chip for chip in range(self.n))
         if any(value != whole for row in state.held for value in row):
             raise Broken(f"a wrong sum, expected {whole}: {state.held}")
 

@@ -15,7 +15,7 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.cases import on_chips
-from jax_engine.pallas.kernel_cases import (
+from kernel_cases import (
     HOLES,
     MODES,
     all_reduce_on_chips,
@@ -25,11 +25,12 @@ from jax_engine.pallas.kernel_cases import (
     run_made,
     without_credit,
 )
-from jax_engine.pallas.kernel_model import Broken, explore
-from meshmend.errors import ParameterError
-from meshmend.jax.engine.pallas import instructions, kernel
-from meshmend.jax.engine.pallas.instructions import instructions_of
+from kernel_model import Broken, explore
+from meshmend.errors import ParameterError, ScheduleError
 from meshmend.planning import PLANNERS
+from meshmend_lab.pallas import instructions, kernel
+from meshmend_lab.pallas.engine import install
+from meshmend_lab.pallas.instructions import instructions_of
 
 HOLED = mm.Mesh("2x3", failed=["0,0"])
 ALL_REDUCERS = [name for name in PLANNERS if name not in ("auto", "gather")]
@@ -37,7 +38,7 @@ ALL_REDUCERS = [name for name in PLANNERS if name not in ("auto", "gather")]
 
 def check_exact(schedule: mm.Schedule, mode: Any, capsys: pytest.CaptureFixture[str], rows: int = 1) -> None:
     payload = integers(schedule.mesh, schedule.total_chunks, rows, 128)
-    got = run_made(fabric_for(schedule.mesh), instructions_of(schedule), payload, mode)
+    got = run_made(schedule, instructions_of(schedule), payload, mode)
     assert "RACE DETECTED" not in capsys.readouterr().out
     np.testing.assert_array_equal(got, np.broadcast_to(payload.sum(axis=0), payload.shape))
 
@@ -76,7 +77,7 @@ def test_a_credit_too_many_is_found_by_the_model_and_by_the_race_detector() -> N
         explore(without_credit(instructions_of(schedule)), schedule.total_chunks)
     explore(instructions_of(schedule), schedule.total_chunks)
     for what in ("broken", "whole"):
-        command = [sys.executable, str(Path(__file__).with_name("broken_credit.py")), what, "on_wait"]
+        command = [sys.executable, str(Path(__file__).parents[2] / "support" / "broken_credit.py"), what, "on_wait"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ("RACE DETECTED" in done.stdout + done.stderr) is (what == "broken"), done.stderr
     assert done.returncode == 0, done.stderr
@@ -90,9 +91,8 @@ def test_the_bits_are_those_of_the_xla_engine(capsys: pytest.CaptureFixture[str]
         name: jnp.asarray(draw.normal(size=(mesh.n_chips, *shape)) * 100, dtype)
         for name, (shape, dtype) in shapes.items()
     }
-    by_xla = on_chips(fabric, lambda t, p: mmj.all_reduce(t, p, engine="xla"), tree, mmj.install(schedule, fabric))
-    program = mmj.install(schedule, fabric, engine="pallas")
-    got = all_reduce_on_chips(fabric, tree, program, "eager", engine="pallas")
+    by_xla = on_chips(fabric, mmj.all_reduce, tree, mmj.install(schedule, fabric))
+    got = all_reduce_on_chips(schedule, tree)
     assert "RACE DETECTED" not in capsys.readouterr().out
     for name in shapes:
         assert np.asarray(by_xla[name]).tobytes() == got[name].tobytes(), name
@@ -102,38 +102,20 @@ def test_bfloat16_is_summed_in_float32() -> None:
     """256 + 1 + … + 1 is 256 in bfloat16, and 260 in float32: a bfloat16 number, too."""
     mesh = mm.Mesh("1x5")
     tree = jnp.asarray([[256.0], [1.0], [1.0], [1.0], [1.0]], jnp.bfloat16) * jnp.ones((5, 8), jnp.bfloat16)
-    program = mmj.install(mm.plan(mesh, "latency"), fabric_for(mesh), engine="pallas")
-    got = all_reduce_on_chips(fabric_for(mesh), tree, program, "eager", accumulate_dtype=jnp.float32)
+    got = all_reduce_on_chips(mm.plan(mesh, "latency"), tree, accumulate_dtype=jnp.float32)
     assert got.dtype == jnp.bfloat16
     assert (got == 260).all()
 
 
-def test_a_program_says_what_runs_it() -> None:
-    fabric, schedule = fabric_for(HOLED), mm.plan(HOLED, "weave", chunks=4)
-    program = mmj.install(schedule, fabric, engine="pallas")
-    assert (program.engine, mmj.install(schedule, fabric).engine) == ("pallas", "xla")
-    n = instructions_of(schedule).shape.n_instructions
-    assert repr(program) == f"Program(all-reduce over 5 chips: a kernel of {n} instructions)"
-    assert program.scalars is not None
-    assert program.scalars.engine == "pallas"
-
-
 def test_what_the_kernel_cannot_do_is_refused() -> None:
-    fabric, schedule = fabric_for(HOLED), mm.plan(HOLED, "weave", chunks=4)
-    wrong: Any = "mosaic"
-    with pytest.raises(ParameterError, match="engine is 'mosaic', expected one of: 'xla', 'pallas'"):
-        mmj.install(schedule, fabric, engine=wrong)
-    with pytest.raises(ParameterError, match=r"no reduce-scatter or all-gather by itself.*engine='xla'"):
-        mmj.install(schedule, fabric, engine="pallas", update="two-phase")
     half = mm.plan(HOLED, "weave", chunks=4, collective="reduce-scatter")
-    with pytest.raises(ParameterError, match="no reduce-scatter or all-gather by itself"):
-        mmj.install(half, fabric, engine="pallas")
-    program = mmj.install(schedule, fabric, engine="pallas")
+    with pytest.raises(ParameterError, match="runs all-reduces, got a schedule for reduce-scatter"):
+        install(half, fabric_for(HOLED))
     tree = jnp.ones((5, 40), jnp.float16)
-    with pytest.raises(ParameterError, match=r"adds float32, bfloat16, int32, got float16.*engine='xla'"):
-        on_chips(fabric, mmj.all_reduce, tree, program)
-    with pytest.raises(ParameterError, match=r"installed for 'pallas'. Install it with .*engine='xla'"):
-        on_chips(fabric, lambda t, p: mmj.all_reduce(t, p, engine="xla"), tree, program)
+    with pytest.raises(ParameterError, match=r"adds float32, bfloat16, int32, got float16.*use mmj.all_reduce"):
+        all_reduce_on_chips(mm.plan(HOLED, "weave", chunks=4), tree)
+    with pytest.raises(ScheduleError, match=r"Plan for fabric\.mesh"):
+        install(mm.plan(mm.Mesh("2x3"), "weave", chunks=4), fabric_for(HOLED))
 
 
 @pytest.mark.slow

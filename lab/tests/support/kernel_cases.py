@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine.cases import on_chips
-from jax_engine.pallas.kernel_model import decode
-from meshmend.jax.engine.pallas.installed import InstalledKernel
-from meshmend.jax.engine.pallas.instructions import Instructions, Kind
+from kernel_model import decode
 from meshmend.planning import PLANNERS
+from meshmend_lab.pallas.engine import KernelProgram, all_reduce, install
+from meshmend_lab.pallas.instructions import Instructions, Kind
 
 MODES: tuple[Literal["on_wait", "eager"], ...] = ("on_wait", "eager")
 HOLES = [f"2x2@{row},{column}" for row in range(3) for column in range(3)]
@@ -67,23 +66,32 @@ def interpret(mode: Literal["on_wait", "eager"]) -> Any:
     return pltpu.force_tpu_interpret_mode(params)
 
 
-def all_reduce_on_chips(fabric: mmj.Fabric, tree: Any, program: mmj.Program, mode: Any, **options: Any) -> Any:
+def on_kernels(function: Any, fabric: mmj.Fabric, rows: Any, program: KernelProgram, mode: Any) -> Any:
+    """Run a function of a chip's row and the program on every chip."""
+
+    def local(rows: Any, program: KernelProgram) -> Any:
+        found = function(jax.tree.map(lambda x: x[0], rows), program)
+        return jax.tree.map(lambda x: x[None], found)
+
+    split = program.spec
+    mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=(split, split), out_specs=split, check_vma=False)
+    with interpret(mode):
+        return jax.tree.map(np.asarray, jax.jit(mapped)(rows, program))
+
+
+def all_reduce_on_chips(schedule: mm.Schedule, tree: Any, mode: Any = "eager", **options: Any) -> Any:
     """All-reduce a tree with one row per chip."""
-    with interpret(mode):
-        got = on_chips(fabric, lambda tree, program: mmj.all_reduce(tree, program, **options), tree, program)
-        return jax.tree.map(np.asarray, got)
+    fabric = fabric_for(schedule.mesh)
+    return on_kernels(
+        lambda rows, program: all_reduce(rows, program, **options), fabric, tree, install(schedule, fabric), mode
+    )
 
 
-def run_made(fabric: mmj.Fabric, made: Instructions, payload: NDArray[np.generic], mode: Any) -> NDArray[np.generic]:
+def run_made(schedule: mm.Schedule, made: Instructions, payload: NDArray[np.generic], mode: Any) -> NDArray[np.generic]:
     """Run instructions over chunks, one row per chip."""
-    tables = [jax.device_put(table, fabric.sharding("chip")) for table in (made.flat_words, made.flat_ports)]
-
-    def local(chunks: jax.Array, words: jax.Array, ports: jax.Array) -> jax.Array:
-        own = InstalledKernel(words[None], ports[None], made.shape)
-        return own.run(chunks, "chip", "cpu")[0]
-
-    with interpret(mode):
-        return np.asarray(on_chips(fabric, local, payload, *tables))
+    fabric = fabric_for(schedule.mesh)
+    program = install(schedule, fabric, made=made)
+    return np.asarray(on_kernels(lambda chunks, program: program.run(chunks), fabric, payload, program, mode))
 
 
 def integers(mesh: mm.Mesh, *shape: int) -> NDArray[np.float32]:

@@ -18,8 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from meshmend.jax.engine.pallas.instructions import TABLE_WORDS, KernelShape, Kind
-from meshmend.jax.engine.pallas.update import OwnerUpdate, hoist
+from meshmend_lab.pallas.instructions import TABLE_WORDS, KernelShape, Kind
 
 COLLECTIVE_ID = 35
 """The barrier semaphore that kernels of this engine share. They run one after the other, and a chip that is done has
@@ -31,7 +30,6 @@ Chunks = Annotated[jax.Array, "[K, ...]"]
 Ref = Any
 """A reference to memory inside a kernel, or a DMA between two: JAX has no public types for them."""
 Index = jax.Array | int
-Apply = Callable[..., list[jax.Array]]
 
 
 def run_kernel(
@@ -39,34 +37,23 @@ def run_kernel(
     shape: KernelShape,
     words: Annotated[jax.Array, "int32[W]"],
     ports: Annotated[jax.Array, "int32[V]"],
-    update: OwnerUpdate | None,
     *,
     axis: str,
     interpret: bool,
-) -> tuple[Chunks, ...]:
-    """Run one chip's instructions over its chunks, in place, inside `jax.shard_map`; return them and an update's state.
-
-    `update` is what happens to a chunk at its owner.
-    """
+) -> Chunks:
+    """Run one chip's instructions over its chunks, in place, inside `jax.shard_map`."""
     if not shape.n_instructions:
-        return (payload,)
-    changed = [payload, *(() if update is None else update.state)]
-    given = [_as_tiles(x) for x in (*changed, *(() if update is None else [update.weights]))]
-    scalars: list[jax.Array] = []
-    apply = None
-    if update is not None:
-        block = _block_rows(given[0].shape[1]), given[0].shape[2]
-        scalars, apply = hoist(update.formula, [jax.ShapeDtypeStruct(block, x.dtype) for x in given])
-    inbox = jax.ShapeDtypeStruct((*shape.inbox_chunks, *given[0].shape[1:]), payload.dtype)
-    kernel = _Kernel(shape, axis, len(scalars), len(changed), len(given), apply)
+        return payload
+    tiles = _as_tiles(payload)
+    inbox = jax.ShapeDtypeStruct((*shape.inbox_chunks, *tiles.shape[1:]), payload.dtype)
     hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
     slots = shape.inbox_chunks[:2]
-    done = pl.pallas_call(
-        kernel.run,
-        out_shape=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[: len(changed)]), inbox),
-        in_specs=[smem, *(smem for _ in scalars), hbm, *(hbm for _ in given)],
-        out_specs=tuple(hbm for _ in range(len(changed) + 1)),
-        input_output_aliases={2 + len(scalars) + i: i for i in range(len(changed))},
+    held, _ = pl.pallas_call(
+        _Kernel(shape, axis).run,
+        out_shape=(jax.ShapeDtypeStruct(tiles.shape, tiles.dtype), inbox),
+        in_specs=[smem, hbm, hbm],
+        out_specs=(hbm, hbm),
+        input_output_aliases={2: 0},
         scratch_shapes=[
             pltpu.SMEM((TABLE_WORDS,), jnp.int32),
             pltpu.SemaphoreType.DMA(slots),
@@ -77,8 +64,9 @@ def run_kernel(
         compiler_params=pltpu.CompilerParams(collective_id=COLLECTIVE_ID, has_side_effects=True),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="meshmend_schedule",
-    )(ports, *(x.reshape(1) for x in scalars), words, *given)
-    return tuple(new.reshape(old.shape) for new, old in zip(done, changed, strict=False))
+    )(ports, words, tiles)
+    chunks: Chunks = held.reshape(payload.shape)
+    return chunks
 
 
 def _as_tiles(chunks: Chunks) -> Annotated[jax.Array, "[K, ...]"]:
@@ -94,19 +82,13 @@ def _when(condition: Index, do: Callable[..., None], *arguments: object) -> None
 class _Kernel:
     """The kernel's code, apart from its references."""
 
-    def __init__(
-        self, shape: KernelShape, axis: str, n_scalars: int, n_changed: int, n_given: int, apply: Apply | None
-    ) -> None:
-        self.shape, self.axis, self.apply = shape, axis, apply
-        self.n_scalars, self.n_changed, self.n_given = n_scalars, n_changed, n_given
+    def __init__(self, shape: KernelShape, axis: str) -> None:
+        self.shape, self.axis = shape, axis
 
-    def run(self, ports: Ref, *refs: Ref) -> None:
-        """Follow the instructions."""
-        self.ports, self.scalars, words = ports, refs[: self.n_scalars], refs[self.n_scalars]
-        given, outputs = refs[self.n_scalars + 1 :][: self.n_given], refs[self.n_scalars + 1 + self.n_given :]
-        self.weights = given[self.n_changed :]
-        self.held, *self.state = outputs[: self.n_changed]
-        self.inbox, table, self.sent, self.arrived, self.credit, self.local = outputs[self.n_changed :]
+    def run(self, ports: Ref, words: Ref, _: Ref, held: Ref, inbox: Ref, table: Ref, *semaphores: Ref) -> None:
+        """Follow the instructions. The payload that is given is `held` itself."""
+        self.ports, self.held, self.inbox = ports, held, inbox
+        self.sent, self.arrived, self.credit, self.local = semaphores
         self._wait_for_partners()
 
         def fetch(first: jax.Array) -> None:
@@ -145,8 +127,6 @@ class _Kernel:
             _when(kind == Kind.SEND, self._send, chunk, flags, port, slot, size, before)
             _when(kind == Kind.RECEIVE, self._receive, chunk, flags, port, slot, size)
             _when(kind == Kind.SENT, self._each_size, size, self._wait_sent, port, slot)
-        if self.apply is not None:
-            _when(kind == Kind.UPDATE, self._update, self.apply, chunk, word >> 3)
 
     def _each_size(self, size: Index, do: Callable[..., None], *arguments: object) -> None:
         """Do something with the length of run that this size is; nothing where it is none. DMAs have fixed lengths."""
@@ -196,17 +176,6 @@ class _Kernel:
         copy = pltpu.make_async_copy(source, to, self.local)
         copy.start()
         copy.wait()
-
-    def _update(self, apply: Apply, chunk: Index, row: Index) -> None:
-        changed = [self.held.at[pl.ds(chunk, 1)], *(one.at[pl.ds(row, 1)] for one in self.state)]
-        scalars = [one[0] for one in self.scalars]
-
-        def body(*refs: Ref) -> None:
-            values = [ref[...] for ref in refs[: self.n_given]]
-            for ref, value in zip(refs[self.n_given :], apply(scalars, *values), strict=True):
-                ref[...] = value.astype(ref.dtype)
-
-        _by_blocks(body, [*changed, *(one.at[pl.ds(row, 1)] for one in self.weights)], changed)
 
 
 def _add_block(mine: Ref, theirs: Ref, total: Ref) -> None:

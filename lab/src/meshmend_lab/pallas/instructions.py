@@ -24,13 +24,13 @@ is written. By a neighbour: a chunk is written straight into its place only if i
 later) and its receiver has sent its own, once, after the last write. What arrives contains what was sent then, so that
 had left. All other transfers go through the inbox.
 
-Nothing here needs JAX. `kernel` runs the instructions; `tests/jax_engine/pallas` explores all
-orders in which chips can take them.
+Nothing here needs JAX. `kernel` runs the instructions; `lab/tests/jax_programs/pallas` explores all orders in which
+chips can take them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Annotated
 
@@ -38,9 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.schedule import Collective, Op, Schedule
-from meshmend.schedule.fused_update import update_steps
-from meshmend.schedule.lanes import FEW_STEPS, owned_chunks
+from meshmend.schedule import Op, Schedule
+from meshmend.schedule.lanes import FEW_STEPS
 
 INBOX_SHARE = 24
 """The inbox is at most one part in so many of the payload, where the plan has chunks enough."""
@@ -65,9 +64,7 @@ class Kind(IntEnum):
     """Wait for a run of chunks; add it, or put it into its place, if it is in the inbox; give `credit`."""
     SENT = 2
     """Wait until what was sent from this slot has left."""
-    UPDATE = 3
-    """Update a complete chunk; `row` is its place among the chip's own."""
-    NOTHING = 4
+    NOTHING = 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,6 @@ class KernelShape:
     slots: int
     sizes: tuple[int, ...]
     """Lengths of the runs of chunks that one transfer carries."""
-    n_updates: int
 
     @property
     def inbox_chunks(self) -> tuple[int, int, int]:
@@ -112,7 +108,7 @@ def _encode(kind: Kind, port: Ints, slot: Ints, size: Ints, *flags: NDArray[np.b
     """Return second words, from the lowest bit: kind (3), credit, direct, add, slot (6), size (4), before (5), port.
 
     `size` is a place in `KernelShape.sizes`. `before` is that of what was sent from this slot before and has not been
-    waited for, and 1 more; 0 if there is nothing. An update has, after its kind, the chunk's place among its owner's.
+    waited for, and 1 more; 0 if there is nothing.
     """
     word = slot << 3 | size << 9 | np.asarray(before) << 13 | port << 18
     for bit, flag in enumerate(flags):
@@ -126,14 +122,14 @@ def instructions_of(schedule: Schedule, *, slots: int | None = None) -> Instruct
     >>> import meshmend as mm
     >>> made = instructions_of(mm.plan(mm.Mesh("1x2"), "weave", chunks=2))
     >>> made.shape
-    KernelShape(n_instructions=6, n_ports=1, slots=2, sizes=(1,), n_updates=0)
+    KernelShape(n_instructions=6, n_ports=1, slots=2, sizes=(1,))
     >>> [Kind(word & 7).name for word in made.words[0, :, 1]]
     ['SEND', 'RECEIVE', 'SEND', 'RECEIVE', 'SENT', 'SENT']
     """
     rows = schedule.expanded()
     ports, out_port, in_port = _ports(rows)
     if not rows.n_transfers:
-        return _assemble(rows, KernelShape(0, 0, 0, (), 0), _updates(rows, None), ports)
+        return _assemble(rows, KernelShape(0, 0, 0, ()), np.empty((0, 5), np.int64), ports)
     n_ports = int(ports.shape[2])
     pieces = _Pieces(rows, _longest_piece(rows, n_ports))
     longest = int(pieces.n.max())
@@ -146,18 +142,17 @@ def instructions_of(schedule: Schedule, *, slots: int | None = None) -> Instruct
         if given is not None or slots >= 64:
             raise ParameterError(
                 f"{schedule!r} needs more than {slots} slots per channel: a chip receives a chunk that it sends in the "
-                "same step, and has no room for what comes meanwhile. Run it with engine='xla'."
+                "same step, and has no room for what comes meanwhile. Run it with meshmend.jax."
             )
         slots *= 2
     sizes, size = np.unique(pieces.n, return_inverse=True)
-    shape = KernelShape(0, n_ports, slots, tuple(sizes.tolist()), 0)
+    shape = KernelShape(0, n_ports, slots, tuple(sizes.tolist()))
     if n_ports > MAX_PORTS or len(sizes) > MAX_SIZES:
         raise ParameterError(
             f"A chip of {schedule!r} has {n_ports} partners and {len(sizes)} lengths of runs, more than {MAX_PORTS} "
-            f"and {MAX_SIZES}. Run it with engine='xla', or plan with weave."
+            f"and {MAX_SIZES}. Run it with meshmend.jax, or plan with weave."
         )
-    listed = _transfers(pieces, shape, received, size, out_port, in_port)
-    return _assemble(rows, shape, np.concatenate([listed, _updates(rows, pieces, received)]), ports)
+    return _assemble(rows, shape, _transfers(pieces, shape, received, size, out_port, in_port), ports)
 
 
 def _longest_piece(rows: Schedule, n_ports: int) -> int:
@@ -319,25 +314,6 @@ def _transfers(
     return np.concatenate([np.stack(np.broadcast_arrays(*part), axis=1) for part in parts])
 
 
-def _updates(rows: Schedule, pieces: _Pieces | None, received: Ints | None = None) -> Annotated[Ints, "[J, 5]"]:
-    """Return the updates of chunks: each as soon as its owner has added the last contribution."""
-    if rows.collective is not Collective.ALL_REDUCE_WITH_UPDATE:
-        return np.empty((0, 5), np.int64)
-    complete = np.full(rows.total_chunks, -1)
-    if pieces is not None and received is not None:
-        step = update_steps(rows)
-        piece = np.repeat(np.arange(len(pieces.row)), pieces.n)
-        chunk = np.repeat(pieces.first, pieces.n) + _within(pieces.n)
-        is_last = (pieces.dst[piece] == rows.owners[chunk]) & (pieces.step[piece] == step[chunk])
-        np.maximum.at(complete, chunk[is_last], received[piece[is_last]])
-    owned = owned_chunks(rows)
-    row = np.empty(rows.total_chunks, dtype=np.int64)
-    chip, place = np.nonzero(owned < rows.total_chunks)
-    row[owned[chip, place]] = place
-    chunks = np.arange(rows.total_chunks)
-    return np.stack([rows.owners, complete, np.full(len(chunks), 3), chunks, int(Kind.UPDATE) | row << 3], axis=1)
-
-
 def _assemble(rows: Schedule, shape: KernelShape, listed: Ints, ports: NDArray[np.int32]) -> Instructions:
     """Give each chip its own instructions, in order of time."""
     chip, time, phase, chunk, word = listed.T
@@ -347,5 +323,4 @@ def _assemble(rows: Schedule, shape: KernelShape, listed: Ints, ports: NDArray[n
     words = np.zeros((rows.mesh.n_chips, length, 2), dtype=np.int32)
     words[:, :, 1] = int(Kind.NOTHING)
     words[chip[order], position, 0], words[chip[order], position, 1] = chunk[order], word[order]
-    n_updates = int((word & 7 == int(Kind.UPDATE)).sum())
-    return Instructions(KernelShape(length, shape.n_ports, shape.slots, shape.sizes, n_updates), words, ports)
+    return Instructions(replace(shape, n_instructions=length), words, ports)

@@ -10,11 +10,12 @@ import pytest
 
 import meshmend as mm
 from jax_engine.cases import PLANS, schedule_of
-from jax_engine.pallas.kernel_cases import ADD, CREDIT, DIRECT, HOLES, plan_small, with_word, without_credit
-from jax_engine.pallas.kernel_model import Broken, Machine, decode, explore, run_at_random
-from meshmend.jax.engine.pallas.instructions import Kind, instructions_of
+from kernel_cases import ADD, CREDIT, DIRECT, HOLES, plan_small, with_word, without_credit
+from kernel_model import Broken, Machine, decode, explore, run_at_random
 from meshmend.planning import PLANNERS
 from meshmend.schedule import Op
+from meshmend_lab.pallas.engine import as_the_kernel_drives
+from meshmend_lab.pallas.instructions import Kind, instructions_of
 
 SMALL: dict[str, tuple[mm.Mesh, str, dict[str, Any]]] = {
     "two chips": (mm.Mesh("1x2"), "weave", {"chunks": 9}),
@@ -31,14 +32,11 @@ SMALL: dict[str, tuple[mm.Mesh, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("slots", [1, 2])
 def test_no_order_of_a_small_schedule_is_wrong(name: str, slots: int) -> None:
     mesh, planner, parameters = SMALL[name]
-    for collective in ("all-reduce", "all-reduce-with-update"):
-        if planner == "latency" and collective != "all-reduce":
-            continue
-        schedule = mm.plan(mesh, planner, collective=collective, **parameters)
-        made = instructions_of(schedule, slots=slots)
-        states = explore(made, schedule.total_chunks)
-        lengths = [len(ones) for ones in Machine(made, schedule.total_chunks).lists]
-        assert sum(lengths) < states < np.prod([n + 1 for n in lengths])
+    schedule = mm.plan(mesh, planner, **parameters)
+    made = instructions_of(schedule, slots=slots)
+    states = explore(made, schedule.total_chunks)
+    lengths = [len(ones) for ones in Machine(made, schedule.total_chunks).lists]
+    assert sum(lengths) < states < np.prod([n + 1 for n in lengths])
 
 
 @pytest.mark.parametrize(
@@ -63,12 +61,11 @@ def test_random_orders_of_every_planner_are_right(planner: str) -> None:
     assert run >= 2
 
 
-def test_plans_with_slack_repeats_and_updates_are_right() -> None:
+def test_plans_with_slack_and_repeats_are_right() -> None:
     mesh = mm.Mesh("4x4", failed=["2x2@1,1"])
-    slack = mm.plan(mesh, "weave", payload_bytes=1e8, hardware="tpu-v6e-pallas", mode="asynchronous")
+    slack = mm.plan(mesh, "weave", payload_bytes=1e8, hardware=as_the_kernel_drives("tpu-v6e"), mode="asynchronous")
     repeated = mm.plan(mesh, "weave", chunks=24).interleaved(3)
-    updated = mm.plan(mesh, "weave", chunks=48, collective="all-reduce-with-update")
-    for seed, schedule in enumerate((slack, repeated, updated)):
+    for seed, schedule in enumerate((slack, repeated)):
         run_at_random(instructions_of(schedule), schedule.total_chunks, seed)
 
 
@@ -149,10 +146,3 @@ def test_what_else_could_be_wrong_is_found() -> None:
     gives = next(i for i, (_, word) in enumerate(made.words[0].tolist()) if word & 7 == Kind.RECEIVE and word >> 3 & 1)
     with pytest.raises(Broken, match="wait for ever"):
         explore(with_word(made, 0, gives, int(made.words[0, gives, 1]) & ~CREDIT), 9)
-
-
-def test_a_single_chip_has_updates_only() -> None:
-    schedule = mm.plan(mm.Mesh("1x2", failed=["0,1"]), "weave", chunks=3, collective="all-reduce-with-update")
-    made = instructions_of(schedule)
-    assert [decode((a, b)).kind for a, b in made.words[0].tolist()] == [Kind.UPDATE] * schedule.total_chunks
-    run_at_random(made, schedule.total_chunks, 0)
