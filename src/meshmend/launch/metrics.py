@@ -20,7 +20,7 @@ from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, Watch, read_quarantine
 from meshmend.quarantine import THE_JOB, Quarantined
-from meshmend.quarantine.entries import amount, cables_of, chips_of
+from meshmend.quarantine.entries import cables_of, chips_of
 from meshmend.quarantine.report import refused
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machin
     yield _gauge("meshmend_quarantined_chips", "Chips on the quarantine list.", len(chips_of(known, hosts)))
     yield _gauge("meshmend_quarantined_cables", "Cables on the quarantine list.", len(cables_of(entries)))
     by_job = [entry for entry in known if entry.by == THE_JOB]
-    n_found = amount(by_job, hosts)
-    yield _gauge("meshmend_quarantined_by_job", "Chips and cables on it that the job has found itself.", n_found)
+    n_found = len(chips_of(by_job, hosts))
+    yield _gauge("meshmend_quarantined_by_job", "Chips on it that the job has found itself.", n_found)
     if n_refused is not None:
         help_ = "Suspects that are proven, but past the limit of what the job may leave out: it has stopped."
         yield _gauge("meshmend_quarantine_refused", help_, n_refused)
