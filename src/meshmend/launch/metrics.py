@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -138,21 +138,21 @@ def _of_recoveries(account: TimeAccount) -> Metric:
     return family
 
 
-def _gauge(name: str, help_: str, value: float | dict[str, float], label: str = "") -> Metric:
+def _gauge(name: str, help_: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     from prometheus_client.core import GaugeMetricFamily
 
     return _filled(GaugeMetricFamily(name, help_, labels=[label] * bool(label)), value)
 
 
-def _counter(name: str, help_: str, value: float | dict[str, float], label: str = "") -> Metric:
+def _counter(name: str, help_: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     from prometheus_client.core import CounterMetricFamily
 
     return _filled(CounterMetricFamily(name, help_, labels=[label] * bool(label)), value)
 
 
-def _filled(family: Any, value: float | dict[str, float]) -> Metric:
+def _filled(family: Any, value: float | Mapping[str, float]) -> Metric:
     """Return a family with its value, or with one per value of its label."""
-    for word, number in value.items() if isinstance(value, dict) else [(None, value)]:
+    for word, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
         family.add_metric([] if word is None else [word], float(number))
     return cast("Metric", family)
 
