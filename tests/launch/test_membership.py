@@ -356,15 +356,6 @@ def test_the_job_is_over_when_all_have_finished() -> None:
         job.arrive(0)
 
 
-def test_a_host_that_is_lost_after_the_last_step_starts_nothing_again() -> None:
-    job = running(3)
-    job.say(0, type="done")
-    job.leave(1)
-    job.say(2, type="done")
-    assert job.membership.over is not None
-    assert job.membership.over["ok"]
-
-
 def test_a_host_that_fails_after_others_have_finished_ends_the_job() -> None:
     job = running(3)
     job.say(0, type="done")

@@ -49,18 +49,6 @@ def test_only_what_is_served_is_asked_for(name: str, tmp_path: Path) -> None:
     assert asked <= served(tmp_path)
 
 
-def test_the_dashboard_has_no_two_panels_in_one_place() -> None:
-    panels = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))["panels"]
-    places: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & places, panel["title"]
-        assert max(x for x, _ in cells) < 24
-        places |= cells
-    assert len({panel["id"] for panel in panels}) == len(panels)
-
-
 @needs_prometheus
 def test_promtool_takes_the_rules_and_their_tests() -> None:
     for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):

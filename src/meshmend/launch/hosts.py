@@ -130,7 +130,8 @@ class Hosts:
         groups: dict[int, list[int]] = {}
         for number, group in zip(sorted(here), mesh.component_of.tolist(), strict=True):
             groups.setdefault(group, []).append(number)
-        return tuple(max(groups.values(), key=len))
+        largest = max(groups.values(), key=len)
+        return tuple(largest)
 
     def check_devices(self, held: Mapping[int, int]) -> None:
         """Raise a `RestartError` if a host (its number) has another number of devices than a tile has chips."""
