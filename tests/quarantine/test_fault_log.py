@@ -183,17 +183,6 @@ def test_the_newest_observations_are_kept(job: Job, monkeypatch: pytest.MonkeyPa
     assert [noted.observation.step for noted in job.log.read()] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 40, -1])
-def test_what_a_killed_process_left_of_a_line_is_cut(job: Job, cut: int) -> None:
-    job.report(recompute(1, A), attempt=1, verified=0)
-    whole = job.log.path.read_bytes()
-    job.log.path.write_bytes(whole + whole[:cut])
-    assert len(job.log.read()) == 1
-    assert job.report(recompute(1, A), attempt=2, verified=0) == ["0,0"]
-    assert [noted.attempt for noted in job.log.read()] == [1, 2]
-    assert all(json.loads(line) for line in job.log.path.read_text().splitlines())
-
-
 LINE = json.loads(LogEntry(recompute(1, A), 1, 0, 5.0).to_json())
 
 

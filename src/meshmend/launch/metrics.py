@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
 from meshmend.launch.addresses import family_of, join_address
-from meshmend.launch.goodput import HostRound, Recovery, TimeAccount
+from meshmend.launch.goodput import HostRound, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, Watch, read_quarantine
@@ -37,7 +37,6 @@ class JobMetrics:
 
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
-        self._recoveries: tuple[tuple[Recovery, ...], Metric] | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -54,10 +53,7 @@ class JobMetrics:
             yield from _of_state(latest)
             if not problem:  # a damaged list is not an empty one
                 yield from _of_quarantine(entries, n_refused, account.machine)
-            # Most of the samples, and seldom new ones.
-            if self._recoveries is None or self._recoveries[0] != account.recoveries:
-                self._recoveries = account.recoveries, _of_recoveries(account)
-            yield self._recoveries[1]
+            yield _of_recoveries(account)
 
 
 def _of_time(account: TimeAccount) -> Iterator[Metric]:

@@ -2,14 +2,13 @@
 
 It outlives the processes, so that a second observation after a restart is held together with the first. It also says
 which states are not to be trusted: those that an attempt kept after the last step that was verified before its
-observation. Lines are added whole, under a lock. What a killed process wrote of a last line is cut; anything else that
-is not as written is an error, because states that an observation speaks against would be trusted without it.
+observation. It is written whole and atomically, under a lock: whatever is not as written is an error, because states
+that an observation speaks against would be trusted without it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -82,7 +81,7 @@ class FaultLog:
             size = self.path.stat().st_size
             if size > MAX_BYTES:
                 raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
-            lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was not finished
+            lines = self.path.read_bytes().removesuffix(b"\n").split(b"\n") if size else []
         except FileNotFoundError:
             return ()
         if len(lines) > MAX_OBSERVATIONS:
@@ -105,22 +104,11 @@ class FaultLog:
             known = {(noted.observation, noted.attempt, noted.verified) for noted in there}
             new = [noted for noted in wanted if (noted.observation, noted.attempt, noted.verified) not in known]
             if new:
-                self._append(there, new)
+                self._write([*there, *new])
 
-    def _append(self, there: tuple[LogEntry, ...], new: list[LogEntry]) -> None:
-        text = "".join(noted.to_json() + "\n" for noted in new).encode()
-        with self.path.open("a+b") as file:
-            file.seek(0)
-            before = file.read()
-            whole = before.rfind(b"\n") + 1
-            if len(there) + len(new) <= MAX_OBSERVATIONS and whole + len(text) <= MAX_BYTES:
-                if whole < len(before):
-                    file.truncate(whole)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                return
-        lines = [noted.to_json() + "\n" for noted in (*there, *new)][-MAX_OBSERVATIONS:]
+    def _write(self, entries: Iterable[LogEntry]) -> None:
+        """Replace the log, without its oldest observations if it is full."""
+        lines = [noted.to_json() + "\n" for noted in entries][-MAX_OBSERVATIONS:]
         size = sum(map(len, lines))
         while size > MAX_BYTES:
             size -= len(lines.pop(0))
