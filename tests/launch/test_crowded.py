@@ -15,14 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.test_store import JOB, MACHINE, SECRET, Serving, connected, joined, running
+from launch.test_store import JOB, SECRET, Serving, connected, joined, lone_host, running
 from meshmend.errors import LaunchError
-from meshmend.launch.member import Member
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import (
     MAX_HELLO_BYTES,
@@ -109,11 +109,7 @@ def test_no_word_that_is_not_signed_ends_a_host(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_crowded_store_is_waited_for_and_a_foreign_one_is_not() -> None:
     port = free_port("127.0.0.1")
-
-    def host() -> Member:
-        where = f"127.0.0.1:{port}"
-        return Member(where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, reach_s=0.5, silent_s=1)
-
+    host = partial(lone_host, port, reach_s=0.5, silent_s=1)
     with impostor(port, "full", "slow", "files"):
         patient = host()
         time.sleep(2)
@@ -240,7 +236,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_store(kind: str) -> None
         thread.start()
         for _ in range(1200):  # more than are kept
             store._log.put("a line")
-        alone = Member(f"127.0.0.1:{store.port}", host=0, hosts=(1, 1), machine="", job=JOB, secret=SECRET)
+        alone = lone_host(store.port)
         assert alone.join(7000).hosts == (0,)
         alone.close()
         ended.set()
@@ -256,7 +252,7 @@ def test_the_command_lives_though_its_log_is_full() -> None:
         Path("/dev/full").open("w") as full,
         subprocess.Popen(words, stdout=full, stderr=subprocess.PIPE, env=environment) as store,
     ):
-        alone = Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine="", job=JOB, secret=SECRET)
+        alone = lone_host(port)
         assert alone.join(7000).hosts == (0,)
         assert alone.finish(10)["ok"]
         alone.close()

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, read_account, summarize
+from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, summarize
 from meshmend.launch.timeline import MARK, STAGES, Timeline, condense, read_timeline, timeline_of
 from meshmend.launch.watching import Watch
+from timelines import read_account
 
 Event = dict[str, Any]
 

@@ -41,6 +41,11 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 SECRET, JOB, MACHINE = "swordfish", "job", "4x4 in hosts of 2x2"
 
 
+def lone_host(port: int, **settings: Any) -> Member:
+    """Return the only host of a job."""
+    return Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine="", job=JOB, secret=SECRET, **settings)
+
+
 class Serving:
     """A store in a thread, and its hosts. Leaving the `with` block ends all of them."""
 
@@ -227,7 +232,7 @@ def test_two_hosts_of_the_same_index_are_told_so(serving: Serving, monkeypatch: 
 def test_a_host_without_a_store_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    alone = Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, reach_s=0.2)
+    alone = lone_host(port, reach_s=0.2)
     with pytest.raises(
         LaunchError, match=rf"No store answers at 127\.0\.0\.1:{port} .*Connection refused.*meshmend store"
     ):
@@ -243,9 +248,7 @@ def test_a_host_says_now_and_then_that_the_store_does_not_answer(monkeypatch: py
     told: list[dict[str, Any]] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
-        alone = Member(
-            where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append, silent_s=60
-        )
+        alone = lone_host(silent.getsockname()[1], on_message=told.append, silent_s=60)
         until = time.monotonic() + 10
         while len(told) < 3 and time.monotonic() < until:
             time.sleep(0.02)
@@ -263,15 +266,7 @@ def test_a_host_that_has_reached_the_store_says_that_it_is_away(
 ) -> None:
     monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
     told: list[dict[str, Any]] = []
-    member = Member(
-        f"127.0.0.1:{serving.port}",
-        host=0,
-        hosts=(1, 1),
-        machine=MACHINE,
-        job=JOB,
-        secret=SECRET,
-        on_message=told.append,
-    )
+    member = lone_host(serving.port, on_message=told.append)
     member.join(7000)
     assert not any("for_s" in one for one in told)
     serving.stop()
