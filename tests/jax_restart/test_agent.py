@@ -104,7 +104,7 @@ def test_killed_frozen_failing_and_without_a_store(watched: Watched) -> None:
     job.start(0)
     watched.until_together(0, 1, 2)
     # A host freezes: it is dropped when it has been silent for too long, and taken back when it thaws.
-    pid = job.processes._hosts[2].process.pid
+    pid = job._hosts[2].process.pid
     frozen = [pid, *children(pid)]
     for each in frozen:
         os.kill(each, signal.SIGSTOP)

@@ -63,6 +63,10 @@ class HostProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all hosts."""
         self.stop()
         self._selector.close()
 
@@ -71,7 +75,7 @@ class HostProcesses:
         """Hosts that have not ended."""
         return list(self._hosts)
 
-    def start(self, what: HostDescription) -> None:
+    def start_host(self, what: HostDescription) -> None:
         """Start a host, also one that has ended before."""
         if what.host in self._hosts:
             raise LaunchError(f"Host {what.host} is already running.")
