@@ -64,6 +64,7 @@ class FaultLog:
     """The observations of the job in a folder. Every call reads the file anew: all processes write to it.
 
     >>> import tempfile
+    >>> from meshmend.quarantine import Suspect
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     log = FaultLog(folder)
     ...     log.add([Observation("digest", (Suspect.parse("2,3"),), 400)], attempt=1, verified=380)
