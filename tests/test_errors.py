@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from meshmend import errors
-from meshmend.errors import MeshmendError, MissingExtraError, PlanError
-from meshmend.extras import install_hint
+from meshmend.errors import MeshmendError, PlanError
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, MeshmendError)]
 
@@ -65,14 +64,6 @@ def test_an_error_is_the_same_after_pickling_and_copying(kind: type[MeshmendErro
 
 def test_every_error_is_public() -> None:
     assert {kind.__name__ for kind in KINDS} <= set(errors.__all__)
-
-
-def test_fields_are_facts_not_defaults() -> None:
-    error = pickle.loads(pickle.dumps(PlanError("weave", "1x5000", "it is too long.", ["hamiltonian"])))  # noqa: S301
-    assert (error.planner, error.mesh_name, error.alternatives) == ("weave", "1x5000", ("hamiltonian",))
-    missing = pickle.loads(pickle.dumps(MissingExtraError("Drawing", "matplotlib", install_hint("draw"))))  # noqa: S301
-    assert missing.msg == str(missing)
-    assert (missing.needed_for, missing.missing) == ("Drawing", "matplotlib")
 
 
 def refuse(mesh_name: str) -> None:

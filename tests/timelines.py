@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from meshmend.launch.events import KINDS, fields_of
-from meshmend.launch.timeline import Line
+from meshmend.launch.goodput import HostHistory, TimeAccount, summarize
+from meshmend.launch.timeline import Line, read_timeline
 
 
 def names_of(kind: str) -> set[str]:
@@ -18,3 +20,8 @@ def check_fields(lines: Iterable[Line]) -> None:
     """Check that each line is of a known kind, and has no other fields than that."""
     for line in lines:
         assert set(line) <= names_of(line["event"]), line
+
+
+def read_account(paths: Iterable[Path]) -> TimeAccount | None:
+    """Return the account of a job from its hosts' timelines."""
+    return summarize([HostHistory(read_timeline(path)) for path in paths])

@@ -5,7 +5,9 @@ The workers here do nothing but wait, so these tests take seconds.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from meshmend.launch import Hosts, LocalJob
+from meshmend.launch.processes import children
 
 WORKER = """
 import json, os, sys, time
@@ -101,10 +104,14 @@ def test_killed_frozen_failing_and_without_a_store(watched: Watched) -> None:
     job.start(0)
     watched.until_together(0, 1, 2)
     # A host freezes: it is dropped when it has been silent for too long, and taken back when it thaws.
-    job.processes.freeze(2)
+    pid = job._hosts[2].process.pid
+    frozen = [pid, *children(pid)]
+    for each in frozen:
+        os.kill(each, signal.SIGSTOP)
     assert watched.until_together(0, 1) > 1.0
     assert any("host 2 is lost: not heard from for" in event.get("why", "") for event in watched.events)
-    job.processes.thaw(2)
+    for each in frozen:
+        os.kill(each, signal.SIGCONT)
     watched.until_together(0, 1, 2)
     # A worker fails: everybody starts again, and nobody is lost.
     starts = [len(watched.rounds(host)) for host in range(3)]

@@ -39,7 +39,7 @@ def test_all_hosts_begin_a_checkpoint_after_the_same_step_and_resume_from_it(tmp
         job.start()
         give_up_at = time.monotonic() + 240
         while not (events(1, "saved") and events(2, "saved")):
-            job.processes.watch(0.1)
+            job.watch(0.1)
             assert time.monotonic() < give_up_at, log
             assert len(job.running) == 3, log
         job.kill(0)

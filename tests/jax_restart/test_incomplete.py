@@ -11,6 +11,7 @@ from typing import Any
 from meshmend.jax.data.exactly_once import check_positions
 from meshmend.jax.state.memory.placement import place_on
 from meshmend.launch.hosts import Hosts
+from meshmend.launch.job import HostProcesses
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
 from meshmend.topology import Mesh
@@ -51,13 +52,13 @@ def with_a_survivor(
         def wait_until(is_so: Callable[[], bool]) -> None:
             give_up_at = time.monotonic() + 240
             while not is_so():
-                job.processes.watch(0.1)
+                job.watch(0.1)
                 assert time.monotonic() < give_up_at, log
 
         job.start()
         wait_until(lambda: any(event["step"] >= 5 for event in events(shared, "step")))
         for host in LOST:
-            job.processes.kill(host)
+            HostProcesses.kill(job, host)
         yield job, wait_until
 
 

@@ -106,9 +106,9 @@ def test_a_host_that_is_asked_to_leave_repeats_no_step_of_the_others(tmp_path: P
     with job_on_screen(tmp_path) as (hosts, _, look):
         hosts.start()
         look(lambda: len(events(tmp_path, 0, "step")) > 5)
-        hosts.processes._hosts[1].process.send_signal(signal.SIGTERM)
+        hosts._hosts[1].process.send_signal(signal.SIGTERM)
         look(lambda: False)
-        assert hosts.processes.statuses == {0: 0, 1: 143}
+        assert hosts.statuses == {0: 0, 1: 143}
     steps = [event["step"] for event in events(tmp_path, 0, "step")]
     assert steps == list(range(1, 151)), "each once"
     (stopped,) = events(tmp_path, 0, "stopped")

@@ -96,7 +96,7 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     def until(condition: Callable[[], Any], what: str) -> None:
         give_up_at = time.monotonic() + 120
         while not condition():
-            hosts.processes.watch(0.1)
+            hosts.watch(0.1)
             assert time.monotonic() < give_up_at, f"never: {what}\n{log}"
             assert hosts.running, f"ended before: {what}\n{log}"
 

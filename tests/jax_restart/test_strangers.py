@@ -138,7 +138,7 @@ def test_strangers_neither_end_a_job_nor_join_it(tmp_path: Path) -> None:
         (tmp_path / "shared" / "calm").touch()
         while job.running:
             job.watch(0.1)
-        assert {job.processes.statuses[host] for host in range(4)} == {0}, watched.lines
+        assert {job.statuses[host] for host in range(4)} == {0}, watched.lines
     numbers = [number for number, _, _ in watched.steps]
     assert sorted(set(numbers)) == list(range(1, STEPS + 1)), "a step is missing"
     for _, of_round in itertools.groupby(watched.steps, lambda step: step[2]):

@@ -16,12 +16,13 @@ import pytest
 
 from jax_restart.test_run import ROOT, environment, meshmend
 from launch.test_operate import ask
-from meshmend.launch.goodput import HostHistory, TimeAccount, read_account, summarize
+from meshmend.launch.goodput import HostHistory, TimeAccount, summarize
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.processes import die_with_parent, free_port
 from meshmend.launch.timeline import read_timeline, timeline_of
+from timelines import read_account
 
 N_HOSTS, KILLS, PATIENCE_S, TOLERANCE = 2, 5, 300.0, 0.005
 SCRIPT = """

@@ -98,7 +98,7 @@ def test_a_host_of_a_tiled_job_dies(
         job.start()
         give_up_at = time.monotonic() + 240
         while max(losses(events(2)), default=0) < KILLED_AFTER:
-            job.processes.watch(0.1)
+            job.watch(0.1)
             assert time.monotonic() < give_up_at, log
             assert job.running, log
         job.kill(killed)

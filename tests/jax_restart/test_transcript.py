@@ -136,7 +136,7 @@ def test_a_start_a_loss_a_return_and_an_end(tmp_path: Path, capsys: pytest.Captu
         look(has("round 3: step"))
         go.touch()
         look(lambda: False)
-        assert dict(job.processes.statuses) == {0: 0, 1: 0}
+        assert dict(job.statuses) == {0: 0, 1: 0}
     lines = [ANSI.sub("", line) for line in shown("".join(said) + capsys.readouterr().out)]
     lines.remove("host 0 │ two")  # shown once, about when the first step is done
     matches(

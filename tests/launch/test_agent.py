@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import Assignment
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.worker import Workers
-
-ROOT = Path(__file__).parents[2]
 
 
 class Scripted:
@@ -272,19 +268,3 @@ def test_the_launcher_runs_without_torch_and_without_jax() -> None:
     blocked = "import sys; sys.modules.update(torch=None, jax=None)\n"
     code = blocked + "import meshmend.launch.agent, meshmend.launch.host, meshmend.cli.run, meshmend.cli.store"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_extra_of_the_launcher_brings_no_torch() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-
-    def names(extra: str) -> set[str]:
-        found: set[str] = set()
-        for requirement in extras[extra]:
-            inner = re.fullmatch(r"meshmend\[(.*)\]", requirement)
-            parts = [names(each) for each in inner[1].split(",")] if inner else []
-            found.update(*parts) if inner else found.add(re.split(r"[<>=\[; ]", requirement)[0])
-        return found
-
-    assert {"jax", "orbax-checkpoint", "grain"} <= names("launch")
-    assert not {name for name in names("launch") if "torch" in name}
-    assert "torch" in names("torch")

@@ -69,7 +69,7 @@ def test_a_chip_that_is_killed_by_others_is_detected() -> None:
 
     with Chips() as chips:
         chips.start((0, 0), die)
-        with pytest.raises(LaunchError, match=r"chip \(0,0\) ended with code -9|Chip \(0,0\) failed"):
+        with pytest.raises(LaunchError, match=r"Chip \(0,0\) failed: its process ended with code -9 and no result"):
             chips.results(20)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from launch.test_membership import Job, running
+from launch.test_membership import CLAIM, Job, running
 from meshmend.launch.membership import Message
 
 
@@ -76,12 +76,11 @@ def test_a_host_that_has_finished_and_left_has_finished() -> None:
 
 
 def test_a_new_store_does_not_end_a_job_before_it_knows_all_of_its_hosts() -> None:
-    claim = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
     job = Job(3, silent_s=5)
-    job.arrive(0, running=claim, number=7)
+    job.arrive(0, running=CLAIM, number=7)
     job.say(0, type="done")
     assert job.membership.over is None
-    job.arrive(1, running=claim, number=7)
+    job.arrive(1, running=CLAIM, number=7)
     job.say(1, type="done")
     job.wait(4)
     assert job.membership.over is None

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, read_account, summarize
+from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, summarize
 from meshmend.launch.timeline import MARK, STAGES, Timeline, condense, read_timeline, timeline_of
 from meshmend.launch.watching import Watch
+from timelines import read_account
 
 Event = dict[str, Any]
 
@@ -252,74 +253,6 @@ def test_a_million_steps_stay_small(tmp_path: Path) -> None:
     assert account.training_s == pytest.approx(9_999.0 - 9.999, rel=1e-3)
     assert len(timeline.events) <= 10_000
     assert len(HostHistory(read_timeline(path)).rounds[0].marks) <= MAX_MARKS
-
-
-MILLION = """
-import os, sys, threading, time
-from pathlib import Path
-from meshmend.launch.timeline import Timeline
-
-steps, path = int(sys.argv[1]), Path(sys.argv[2])
-most, over = 0, threading.Event()
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def size():
-    found = 0
-    for name in os.listdir(path.parent):
-        try:
-            found += os.stat(path.parent / name).st_size
-        except FileNotFoundError:  # renamed meanwhile
-            pass
-    return found
-
-
-def look():
-    global most
-    while not over.wait(0.01):
-        most = max(most, size())
-
-
-watcher = threading.Thread(target=look)
-watcher.start()
-timeline = Timeline(path, host=0, round=1, process=0)
-timeline.note("process", at=0.0, seconds=1.0)
-resident = []
-for number in range(1, steps + 1):
-    facts = {"loss": 1.0 / number, "chips": 16, "examples": 512, "waited_s": 0.000123}
-    timeline.note("step", at=number / 10, step=number, **facts)
-    timeline.note("kept", at=number / 10, step=number, bytes=12345678)
-    if number % (steps // 100) == 0:
-        resident.append(resident_bytes())
-over.set()
-watcher.join()
-print(max(most, size()), *resident)
-"""
-
-
-@pytest.mark.slow
-def test_a_million_steps_take_less_than_25_mb_and_no_more_memory(tmp_path: Path) -> None:
-    """Every line goes through the real writer, and the folder's size is looked at a hundred times a second."""
-    path = tmp_path / "host-0.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-c", MILLION, "1000000", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    most, *resident = map(int, done.stdout.split())
-    tenth, last = max(resident[:10]), max(resident[90:])
-    sizes = [f"{n / 1e6:.1f} MB" for n in (most, tenth, last)]
-    sys.stderr.write(f"files at most {sizes[0]}, resident {sizes[1]}, then {sizes[2]}\n")
-    assert most < 25e6
-    # By the tenth part its memory of events is full, and files have been condensed.
-    assert last < tenth + 5e6
-    account = read_account([path])
-    assert account is not None
-    assert account.step == 10**6
-    assert account.total_s == pytest.approx(10**5)
-    assert account.training_s == pytest.approx(10**5 - 0.1 - 123.0, rel=1e-4)
 
 
 # The larger bound has room for all steps of the longer test: a condensed file that is full drops its oldest lines.

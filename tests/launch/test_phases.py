@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from launch.test_membership import TABLE, Job, running
+from launch.test_membership import CLAIM, TABLE, Job, running
 from meshmend.launch.membership import JobPhase, RefusedError
 
-CLAIM = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
 Scenario = Callable[[], Job]
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -41,13 +41,19 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 SECRET, JOB, MACHINE = "swordfish", "job", "4x4 in hosts of 2x2"
 
 
+def lone_host(port: int, **settings: Any) -> Member:
+    """Return the only host of a job."""
+    return Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine="", job=JOB, secret=SECRET, **settings)
+
+
 class Serving:
-    """A store in a thread, and its hosts."""
+    """A store in a thread, and its hosts. Leaving the `with` block ends all of them."""
 
     def __init__(self, port: int = 0, address: str = "127.0.0.1", **settings: Any) -> None:
         self.lines: list[str] = []
         self.received: dict[int, list[str]] = {}
         """What each host was told."""
+        self._members: list[Member] = []
         self._stop = threading.Event()
         where: dict[str, Any] = {"address": address, "port": port}
         self.store = Store(Membership(**settings), job=JOB, secret=SECRET, log=self.lines.append, **where)
@@ -55,6 +61,16 @@ class Serving:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         self.over: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members:
+            member._closed.set()
+        for member in self._members:
+            member.close()
+        self.stop()
 
     def _serve(self) -> None:
         with self.store:
@@ -86,7 +102,8 @@ class Serving:
         received = self.received[host] = []
         settings = {"machine": MACHINE, "hosts": (1, 2), "secret": SECRET, "job": JOB, **more}
         settings |= {"on_message": lambda message: received.append(message["type"])}
-        return Member(f"{at}:{self.port}", host=host, **settings)
+        self._members.append(Member(f"{at}:{self.port}", host=host, **settings))
+        return self._members[-1]
 
     def wait_for(self, words: str) -> None:
         until = time.monotonic() + 10
@@ -97,23 +114,28 @@ class Serving:
 
 @pytest.fixture
 def serving() -> Iterator[Serving]:
-    one = Serving()
-    yield one
-    one.stop()
+    with Serving() as one:
+        yield one
 
 
-@contextlib.contextmanager
-def running(serving: Serving) -> Iterator[tuple[Member, Member]]:
-    """Two hosts in a round."""
+def running(serving: Serving) -> tuple[Member, Member]:
+    """Return two hosts in a round."""
     members = serving.member(0), serving.member(1)
     places = joined(*members)
     assert [assigned.process for assigned in places] == [0, 1]
     assert {assigned.coordinator for assigned in places} == {"127.0.0.1:7000"}
-    try:
-        yield members
-    finally:
-        for member in members:
-            member.close()
+    return members
+
+
+@contextlib.contextmanager
+def connected(serving: Serving) -> Iterator[tuple[socket.socket, AuthenticatedChannel]]:
+    """Speak as host 0, frame by frame."""
+    key, mine = make_key(SECRET, JOB), make_nonce()
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=5) as connection:
+        theirs = read_challenge(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+        hello = {"host": 0, "hosts": [1, 2], "machine": MACHINE, "nonce": mine.hex()}
+        connection.sendall(pack("hello to a store", hello, key, theirs))
+        yield connection, AuthenticatedChannel(key, mine, theirs, to="the store", of="a host")
 
 
 def joined(*members: Member) -> list[Assignment]:
@@ -124,89 +146,64 @@ def joined(*members: Member) -> list[Assignment]:
 
 
 def test_hosts_meet_and_hear_of_a_death_at_once(serving: Serving) -> None:
-    with running(serving) as (first, second):
-        died_at = time.monotonic()
-        second.close()
-        stopped = first.wait_stopped(10)
-        assert time.monotonic() - died_at < 0.5  # no heartbeat had to be missed
-        assert stopped is not None
-        assert stopped["lost"] == 1
-        assert joined(first)[0].hosts == (0,)
+    first, second = running(serving)
+    died_at = time.monotonic()
+    second.close()
+    stopped = first.wait_stopped(10)
+    assert time.monotonic() - died_at < 0.5  # no heartbeat had to be missed
+    assert stopped is not None
+    assert stopped["lost"] == 1
+    assert joined(first)[0].hosts == (0,)
 
 
 @needs_ipv6
 def test_hosts_meet_over_ipv6() -> None:
-    serving = Serving(address="::1")
-    members = serving.member(0, "[::1]"), serving.member(1, "[::1]")
-    try:
-        places = joined(*members)
+    with Serving(address="::1") as serving:
+        places = joined(serving.member(0, "[::1]"), serving.member(1, "[::1]"))
         assert {one.coordinator for one in places} == {"[::1]:7000"}, "as gRPC reads it"
         assert {one.address for one in places} == {"::1"}
         assert any(line.endswith(f"listens on [::1]:{serving.port}") for line in serving.lines), serving.lines
-    finally:
-        for member in members:
-            member.close()
-        serving.stop()
 
 
 @needs_ipv6
 def test_a_store_for_the_whole_network_takes_hosts_of_both_kinds() -> None:
-    serving = Serving(address="::")
-    members = serving.member(0, "127.0.0.1"), serving.member(1, "[::1]")
-    try:
-        places = joined(*members)
+    with Serving(address="::") as serving:
+        places = joined(serving.member(0, "127.0.0.1"), serving.member(1, "[::1]"))
         assert [one.address for one in places] == ["127.0.0.1", "::1"]
         assert {one.coordinator for one in places} == {"127.0.0.1:7000"}
-    finally:
-        for member in members:
-            member.close()
-        serving.stop()
 
 
-def test_an_address_that_is_given_with_brackets_is_told_without() -> None:
-    serving = Serving()
-    member = serving.member(0, address="[fd00::7]", hosts=(1, 1))
-    try:
-        (place,) = joined(member)
-        assert (place.address, place.coordinator) == ("fd00::7", "[fd00::7]:7000")
-    finally:
-        member.close()
-        serving.stop()
+def test_an_address_that_is_given_with_brackets_is_told_without(serving: Serving) -> None:
+    (place,) = joined(serving.member(0, address="[fd00::7]", hosts=(1, 1)))
+    assert (place.address, place.coordinator) == ("fd00::7", "[fd00::7]:7000")
 
 
-def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> None:
-    serving = Serving()
-    with running(serving) as (first, second):
-        serving.stop()
-        again = Serving(port=serving.port)
-        try:
-            again.wait_for("joined: 2 of 2")
-            assert first.wait_stopped(1.5) is None  # nobody was stopped
-            assert serving.received[1] == ["round", "unreachable"]
-            second.close()
-            stopped = first.wait_stopped(10)
-            assert stopped is not None
-            assert stopped["lost"] == 1
-        finally:
-            again.stop()
+def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over(serving: Serving) -> None:
+    first, second = running(serving)
+    serving.stop()
+    with Serving(port=serving.port) as again:
+        again.wait_for("joined: 2 of 2")
+        assert first.wait_stopped(1.5) is None  # nobody was stopped
+        assert serving.received[1] == ["round", "unreachable"]
+        second.close()
+        stopped = first.wait_stopped(10)
+        assert stopped is not None
+        assert stopped["lost"] == 1
 
 
 def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
-    serving = Serving(silent_s=1.5)
-    try:
-        with running(serving) as (first, second):
-            with second._changed:  # its heartbeats need this lock
-                stopped = first.wait_stopped(10)
-                assert stopped is not None
-                assert "host 1 is lost: not heard from for" in stopped["why"]
-                assert joined(first)[0].hosts == (0,)
-            assert second.wait_stopped(10) is not None
-            with ThreadPoolExecutor(1) as pool:
-                back = pool.submit(second.join, 7001)
-                assert first.wait_stopped(10) is not None
-                assert joined(first)[0].hosts == back.result(timeout=10).hosts == (0, 1)
-    finally:
-        serving.stop()
+    with Serving(silent_s=1.5) as serving:
+        first, second = running(serving)
+        with second._changed:  # its heartbeats need this lock
+            stopped = first.wait_stopped(10)
+            assert stopped is not None
+            assert "host 1 is lost: not heard from for" in stopped["why"]
+            assert joined(first)[0].hosts == (0,)
+        assert second.wait_stopped(10) is not None
+        with ThreadPoolExecutor(1) as pool:
+            back = pool.submit(second.join, 7001)
+            assert first.wait_stopped(10) is not None
+            assert joined(first)[0].hosts == back.result(timeout=10).hosts == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -218,28 +215,24 @@ def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
     ],
 )
 def test_hosts_that_do_not_belong_are_told_why(serving: Serving, settings: dict[str, Any], message: str) -> None:
-    with running(serving) as (first, _):
-        outsider = serving.member(1, **settings)
-        with pytest.raises(LaunchError, match=message):
-            outsider.join(7001)
-        outsider.close()
-        assert first.wait_stopped(0.2) is None
+    first, _ = running(serving)
+    with pytest.raises(LaunchError, match=message):
+        serving.member(1, **settings).join(7001)
+    assert first.wait_stopped(0.2) is None
 
 
 def test_two_hosts_of_the_same_index_are_told_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshmend.launch.member.REFUSED_FOR_S", 1.0)
-    with running(serving) as (first, _):
-        twin = serving.member(1)
-        with pytest.raises(LaunchError, match=r"another process, at 127\.0\.0\.1, is host 1 already"):
-            twin.join(7001)
-        twin.close()
-        assert first.wait_stopped(0.2) is None
+    first, _ = running(serving)
+    with pytest.raises(LaunchError, match=r"another process, at 127\.0\.0\.1, is host 1 already"):
+        serving.member(1).join(7001)
+    assert first.wait_stopped(0.2) is None
 
 
 def test_a_host_without_a_store_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    alone = Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, reach_s=0.2)
+    alone = lone_host(port, reach_s=0.2)
     with pytest.raises(
         LaunchError, match=rf"No store answers at 127\.0\.0\.1:{port} .*Connection refused.*meshmend store"
     ):
@@ -255,9 +248,7 @@ def test_a_host_says_now_and_then_that_the_store_does_not_answer(monkeypatch: py
     told: list[dict[str, Any]] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
-        alone = Member(
-            where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append, silent_s=60
-        )
+        alone = lone_host(silent.getsockname()[1], on_message=told.append, silent_s=60)
         until = time.monotonic() + 10
         while len(told) < 3 and time.monotonic() < until:
             time.sleep(0.02)
@@ -270,12 +261,12 @@ def test_a_host_says_now_and_then_that_the_store_does_not_answer(monkeypatch: py
     assert min(second - first, third - second) >= 0.4
 
 
-def test_a_host_that_has_reached_the_store_says_that_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_has_reached_the_store_says_that_it_is_away(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("meshmend.launch.member.AWAY_S", 0.2)
     told: list[dict[str, Any]] = []
-    serving = Serving()
-    where = f"127.0.0.1:{serving.port}"
-    member = Member(where, host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, on_message=told.append)
+    member = lone_host(serving.port, on_message=told.append)
     member.join(7000)
     assert not any("for_s" in one for one in told)
     serving.stop()
@@ -311,15 +302,14 @@ def test_beyond_this_machine_a_secret_is_asked_for() -> None:
     ],
 )
 def test_unauthenticated_connections_disturb_nobody(serving: Serving, data: bytes) -> None:
-    with running(serving) as (first, _):
-        outsider = socket.create_connection(("127.0.0.1", serving.port), timeout=5)
-        with outsider, contextlib.suppress(OSError):
-            outsider.sendall(data)
-            outsider.shutdown(socket.SHUT_WR)
-            while outsider.recv(1 << 16):
-                pass
-        assert first.wait_stopped(0.1) is None
-    serving.stop()
+    first, _ = running(serving)
+    outsider = socket.create_connection(("127.0.0.1", serving.port), timeout=5)
+    with outsider, contextlib.suppress(OSError):
+        outsider.sendall(data)
+        outsider.shutdown(socket.SHUT_WR)
+        while outsider.recv(1 << 16):
+            pass
+    assert first.wait_stopped(0.1) is None
 
 
 def test_no_frame_can_be_repeated_left_out_or_sent_back() -> None:
@@ -383,12 +373,7 @@ def test_a_workers_key_is_of_one_secret_and_one_purpose_and_no_key_of_messages()
 
 
 def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: Serving) -> None:
-    key, mine = make_key(SECRET, JOB), make_nonce()
-    with socket.create_connection(("127.0.0.1", serving.port), timeout=5) as connection:
-        theirs = read_challenge(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
-        hello = {"host": 0, "hosts": [1, 2], "machine": MACHINE, "nonce": mine.hex()}
-        connection.sendall(pack("hello to a store", hello, key, theirs))
-        channel = AuthenticatedChannel(key, mine, theirs, to="the store", of="a host")
+    with connected(serving) as (connection, channel):
         connection.sendall(channel.pack({"type": "join"}))  # without a port
         said: list[dict[str, Any]] = []
         while not said or "refused" not in said[-1]:
@@ -400,8 +385,9 @@ def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: 
 
 
 def test_the_job_ends_for_all_at_the_same_time(serving: Serving) -> None:
-    with running(serving) as (first, second), ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(member.finish, 10) for member in (first, second)]
+    members = running(serving)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(member.finish, 10) for member in members]
         assert [end.result(timeout=10)["why"] for end in ends] == ["all hosts have finished"] * 2
-        with pytest.raises(LaunchError, match="The job is over: all hosts have finished"):
-            first.join(7000)
+    with pytest.raises(LaunchError, match="The job is over: all hosts have finished"):
+        members[0].join(7000)

@@ -29,7 +29,10 @@ def test_what_is_added_is_there_until_it_expires(tmp_path: Path) -> None:
     assert entries.active() == ()
     assert entries.read() == (made,)
     entries.add(Suspect.parse("host 1"), why="")
-    assert [str(entry.suspect) for entry in entries.read()] == ["host 1"]
+    assert [str(entry.suspect) for entry in entries.read()] == ["2,3", "host 1"]
+    again = entries.add(CHIP, why="and again")
+    assert [entry.suspect for entry in entries.active()] == [Suspect.parse("host 1"), CHIP]
+    assert again.since == 1060.0
 
 
 def test_a_second_entry_keeps_the_later_end_and_the_word_of_a_person(tmp_path: Path) -> None:
@@ -57,6 +60,19 @@ def test_clearing(tmp_path: Path) -> None:
     assert entries.active() == ()
 
 
+def test_a_full_list_forgets_what_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.quarantine.entries.MAX_ENTRIES", 3)
+    entries = QuarantineList(tmp_path)
+    for column in range(3):
+        entries.add(Suspect.chip((0, column)), why="test")
+    with pytest.raises(QuarantineError, match=r"is full: it has 3 entries\. Clear some of them"):
+        entries.add(CHIP, why="test")
+    entries.clear([Suspect.parse("0,1")])
+    entries.clear([Suspect.parse("0,0")])
+    entries.add(CHIP, why="test")
+    assert {str(entry.suspect) for entry in entries.read()} == {"0,0", "0,2", "2,3"}
+
+
 def test_a_campaign_of_false_alarms_ends_at_the_limit(tmp_path: Path) -> None:
     entries, rng = QuarantineList(tmp_path), random.Random(0)
     chips = [Suspect.chip((row, column)) for row in range(8) for column in range(8)]
@@ -64,7 +80,7 @@ def test_a_campaign_of_false_alarms_ends_at_the_limit(tmp_path: Path) -> None:
     assert limit(64, 8) == 8  # 64 / 16 is 4, a host has 8
     for chip in chips[:8]:
         entries.add(chip, why="false alarm", by=THE_JOB, hosts=HOSTS)
-    for more in (*chips[8:12], Suspect.parse("0,0-0,1"), Suspect.parse("host 3")):
+    for more in (*chips[8:12], Suspect.parse("host 3")):
         with pytest.raises(QuarantineError, match=f"wants to quarantine {more} .* left out 8 of 64 chips"):
             entries.add(more, why="false alarm", by=THE_JOB, hosts=HOSTS)
     assert [entry.suspect for entry in entries.active()] == chips[:8]
@@ -77,12 +93,12 @@ def test_a_campaign_of_false_alarms_ends_at_the_limit(tmp_path: Path) -> None:
         entries.add(chips[10], why="false alarm", by=THE_JOB, hosts=HOSTS)
 
 
-def test_a_whole_host_fits_and_cables_count(tmp_path: Path) -> None:
+def test_a_whole_host_fits(tmp_path: Path) -> None:
     entries = QuarantineList(tmp_path)
     entries.add(Suspect.parse("host 2"), why="all slow", by=THE_JOB, hosts=HOSTS)
     entries.add(Suspect.chip(HOSTS.chips(2)[3]), why="its chip", by=THE_JOB, hosts=HOSTS)
     with pytest.raises(QuarantineError, match="confirm it by hand"):
-        entries.add(Suspect.parse("0,0-0,1"), why="slow", by=THE_JOB, hosts=HOSTS)
+        entries.add(Suspect.chip((7, 7)), why="slow", by=THE_JOB, hosts=HOSTS)
     alone = QuarantineList(tmp_path / "alone")
     alone.add(CHIP, why="", by=THE_JOB, n_chips=20)
     with pytest.raises(QuarantineError, match="left out 1 of 20 chips by itself, and may leave out 1"):

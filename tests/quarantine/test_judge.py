@@ -13,7 +13,6 @@ from meshmend.quarantine import Observation, Suspect
 from meshmend.quarantine.judge import judge, recent
 
 A, B, C, D = (Suspect.chip((0, n)) for n in range(4))
-AB, AC = Suspect.parse("0,0-0,1"), Suspect.parse("0,0-0,2")
 MAJORITY = {"agree": 63, "differ": 1}
 
 
@@ -38,18 +37,13 @@ def recompute(step: int, *suspects: Suspect, **numbers: float) -> Observation:
         ([digest(A, 1), recompute(1, A)], []),  # the gradient was wrong, so the replica is
         ([digest(A, 9, attempt=1), replace(recompute(7, A), numbers={"attempt": 1})], []),
         ([digest(A, 9, attempt=2), replace(recompute(7, A), numbers={"attempt": 1})], [A]),
-        (
-            [digest(A, 5, attempt=1), replace(recompute(7, A), numbers={"attempt": 1})],
-            [A],
-        ),  # not because of that gradient
+        # not because of that gradient
+        ([digest(A, 5, attempt=1), replace(recompute(7, A), numbers={"attempt": 1})], [A]),
         ([digest(A, 1, agree=1, differ=1), digest(A, 2, agree=1, differ=1)], []),  # two replicas: either may be right
         ([digest(A, 1), digest(A, 2), digest(B, 1), digest(B, 2)], [A, B]),
-        ([recompute(1, AB)], []),
-        ([recompute(1, A, AB, B), recompute(1, A, AC, C)], []),  # one step
-        ([recompute(1, AB), recompute(2, AB)], [AB]),
-        ([recompute(1, A, AB, B), recompute(2, A, AB, B)], [AB]),  # the least that explains it
-        ([recompute(1, A, AB, B), recompute(2, A, AC, C)], [A]),
-        ([recompute(1, A, AB, B), recompute(2, A, AB, B), recompute(3, A, AC, C)], [A]),
+        ([recompute(1, A)], []),
+        ([recompute(1, A, B), recompute(1, A, C)], []),  # one step
+        ([recompute(1, A, B), recompute(2, A, B), recompute(3, A, C)], [A]),
         ([recompute(1, A, B)], []),
         ([recompute(1, A, B), recompute(2, A, B)], []),  # these two cannot be told apart
         ([recompute(1, A, B), recompute(2, A, C)], [A]),
@@ -66,7 +60,7 @@ def test_the_rules(observations: list[Observation], named: list[Suspect]) -> Non
 def test_no_single_observation_but_a_decided_one_names_anybody() -> None:
     """By brute force over what a check may report."""
     counts: list[dict[str, Any]] = [{}, *({"agree": a, "differ": d} for a in range(4) for d in range(4))]
-    for kind, names, numbers in itertools.product(("digest", "recompute"), ((A,), (AB,), (A, B), (A, AB, B)), counts):
+    for kind, names, numbers in itertools.product(("digest", "recompute"), ((A,), (A, B), (A, B, C)), counts):
         decided = kind == "recompute" and len(names) == 1 and numbers.get("agree", 0) >= 2
         decided = decided and numbers["agree"] > numbers["differ"]
         assert bool(judge([Observation(kind, names, 1, "", numbers)])) == decided
@@ -74,7 +68,7 @@ def test_no_single_observation_but_a_decided_one_names_anybody() -> None:
 
 def test_the_order_of_observations_does_not_matter() -> None:
     rng = random.Random(1)
-    pool = [A, B, C, D, AB, AC]
+    pool = [A, B, C, D]
     for _ in range(200):
         observations = []
         for _ in range(rng.randint(1, 8)):

@@ -55,7 +55,7 @@ def test_a_machine_has_it_or_not() -> None:
 
 def test_an_observation_survives_json() -> None:
     observation = Observation(
-        "recompute", (CHIP, Suspect.parse("2,3-2,4")), 17, "chunk 3: ±1 ulp", {"wrong": 0.25, "chunk": 3}
+        "recompute", (CHIP, Suspect.parse("2,4")), 17, "chunk 3: ±1 ulp", {"wrong": 0.25, "chunk": 3}
     )
     again = Observation.of(json.loads(observation.to_json()))
     assert again == observation
@@ -78,6 +78,7 @@ GOOD = {"kind": "digest", "suspects": ["2,3"], "step": 1, "evidence": "", "numbe
         ({"suspects": ["2,3"] * 17}, "it names 17 suspects"),
         ({"suspects": "2,3"}, "a list of texts"),
         ({"suspects": ["2;3"]}, "is no suspect"),
+        ({"suspects": ["2,3", "2,3-2,4"]}, "names a cable or a host"),
         ({"step": -1}, "its step is -1"),
         ({"step": 1.5}, "step is a whole number"),
         ({"step": True}, "step is a whole number"),

@@ -34,7 +34,7 @@ CHANGES = "It counts from the next start of the job's processes on."
 @app.command("list", cls=Command)
 def list_entries(
     folder: FolderArgument,
-    every: Annotated[bool, option("--all", "", "Also what has expired.")] = False,
+    every: Annotated[bool, option("--all", "", "Also what has expired or was cleared.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List what a job leaves out, who said so, why, and until when.

@@ -313,7 +313,7 @@ def _run_here(what: HostDescription, secret: str) -> None:
         HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes,
         _announcing_interrupts(screen),
     ):
-        processes.start(what)
+        processes.start_host(what)
         while processes.running:
             processes.watch(1.0)
             if job is not None:
@@ -434,7 +434,7 @@ def _run_locally(
         job.read()
         screen.look(job, began)
         screen.flush()
-        statuses = running.processes.statuses
+        statuses = running.statuses
         if screen.over is None or not screen.over["ok"]:
             raise LaunchError(_why(screen, statuses))
         _summarise(screen, job, began, killed, left, statuses)

@@ -81,13 +81,8 @@ class Chips:
         """Return what the chips that finished since the last call have returned; raise if one failed."""
         done = {}
         for chip, (process, pipe) in list(self._running.items()):
-            if pipe.poll():
+            if pipe.poll() or not process.is_alive():
                 done[chip] = self._collect(chip, process, pipe)
-            elif not process.is_alive() and not pipe.poll():
-                self.kill([chip])
-                raise LaunchError(
-                    f"The process of chip {name_chip(chip)} ended with code {process.exitcode} and no result."
-                )
         return done
 
     def results(self, timeout_s: float) -> dict[Coordinate, Any]:
@@ -104,14 +99,13 @@ class Chips:
 
     def _collect(self, chip: Coordinate, process: Any, pipe: Connection) -> Any:
         try:
-            failed, value = pipe.recv()
+            value, why, trace = pipe.recv()
+            process.join()
         except EOFError:
-            failed, value = True, ("its process ended without a result", "")
-        process.join()
-        pipe.close()
-        del self._running[chip]
-        if failed:
-            why, trace = value
+            process.join()
+            value, why, trace = None, f"its process ended with code {process.exitcode} and no result", ""
+        self.kill([chip])
+        if why:
             error = LaunchError(f"Chip {name_chip(chip)} failed: {why}")
             if trace:
                 error.add_note(trace)
@@ -126,10 +120,10 @@ def _run(pipe: Connection, parent: int, enter: Main | None, main: Main, chip: Co
     try:
         if enter is not None:
             enter(chip)
-        result = (False, main(chip, *args))
+        result = (main(chip, *args), "", "")
     except BaseException as error:
-        why = "".join(traceback.format_exception_only(error)).strip()
-        result = (True, (" ".join(why.split()), traceback.format_exc()))
+        why = "".join(traceback.format_exception_only(error))
+        result = (None, " ".join(why.split()), traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):
         pipe.send(result)
     # Threads of libraries may still run; there is no need to wait for them.

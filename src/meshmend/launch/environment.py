@@ -17,10 +17,10 @@ from meshmend.launch.addresses import join_address, split_address
 from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
+"""Where a worker finds how many hosts a round needs at least."""
 START_OVER = "MESHMEND_START_OVER"
 STATE_WAIT_S = "MESHMEND_STATE_WAIT_S"
 LAUNCHER = "meshmend run"
-"""Where a worker finds how many hosts a round needs at least."""
 DOMAIN = "MESHMEND_DOMAIN"
 """Where a worker finds the failure domain of its host."""
 SHARED = "shared"
@@ -35,13 +35,12 @@ HOST_VARIABLES = {
 """Variables that have a host's number, in the order in which they are looked for, and who sets them."""
 
 
-def find_host_index(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+def find_host_index(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return which host this is: a number, or the coordinate of its first chip.
 
     >>> find_host_index(None, {"SLURM_NODEID": "3"})
     '3'
     """
-    env = os.environ if environment is None else environment
     # In a JobSet of one Job per host every pod has the completion index 0; the number of its Job tells them apart.
     names = [name for name in HOST_VARIABLES if not (name == "JOB_COMPLETION_INDEX" and "JOBSET_JOB_INDEX" in env)]
     found = [given] if given is not None else [env[name] for name in names if env.get(name)]
@@ -54,25 +53,23 @@ def find_host_index(given: str | None, environment: Mapping[str, str] | None = N
     return found[0]
 
 
-def find_domain(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+def find_domain(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the failure domain of this host, the name of what fails with it (a rack, a power feed); "" if unknown.
 
     >>> find_domain(None, {"SLURM_TOPOLOGY_ADDR": "row1.rack7.node3"})
     'row1.rack7'
     """
-    env = os.environ if environment is None else environment
     found = given or env.get(DOMAIN)
     # The last part is the node itself; where Slurm knows no topology, there is no other.
     return found or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
-def find_store(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+def find_store(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the address and port of the store.
 
     >>> find_store("10.0.0.7", {}), find_store(None, {"SLURM_JOB_NODELIST": "tpu-[003-006,9],login"})
     ('10.0.0.7:29400', 'tpu-003:29400')
     """
-    env = os.environ if environment is None else environment
     where = given or env.get("MESHMEND_STORE")
     if not where and env.get("SLURM_JOB_NODELIST"):
         where = first_node(env["SLURM_JOB_NODELIST"])  # where Slurm runs the batch script
@@ -99,16 +96,14 @@ def check_address(where: str, option: str, default_port: int = DEFAULT_PORT) -> 
         ) from None
 
 
-def find_job(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+def find_job(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the job's name, the same on all its hosts and in its store."""
-    env = os.environ if environment is None else environment
     slurm = f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "job"
     return given or env.get("MESHMEND_JOB") or slurm
 
 
-def find_secret(file: Path | None, environment: Mapping[str, str] | None = None) -> str:
+def find_secret(file: Path | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the job's secret, from a file that nobody else can read, or from MESHMEND_SECRET; "" if there is none."""
-    env = os.environ if environment is None else environment
     if file is None:
         return env.get("MESHMEND_SECRET", "")
     secret = file.read_text(encoding="utf-8").strip()
@@ -196,14 +191,13 @@ class Launch:
             )
 
 
-def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """Return what `meshmend run` has put into the environment; raise `RestartError` if it has not started this process.
 
     >>> round_ = '{"number": 2, "coordinator": "10.0.0.7:5000", "hosts": [0, 2], "process": 1}'
     >>> read_launch({"MESHMEND_ROUND": round_, "MESHMEND_JOB": "train"})
     Launch(coordinator='10.0.0.7:5000', n_processes=2, process=1, round=2, launcher='meshmend run', job='train')
     """
-    env = os.environ if environment is None else environment
     if "MESHMEND_ROUND" not in env:
         raise RestartError(
             "No launcher is recognised: there is no MESHMEND_ROUND in the environment. Start the script with `meshmend "

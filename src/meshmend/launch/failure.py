@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ MAX_BYTES = 64 << 10
 PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 """Errors of a disk or a network that may be gone at the next start."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 IN_CALLBACK = "Traceback (most recent call last):\n"
 """In an error of JAX's runtime: then a callback has raised it, as of `jax.debug.callback`, and no peer is gone."""
 LEFT_OUT = "Frames of meshmend and JAX are left out: JAX_TRACEBACK_FILTERING=off shows them."
@@ -114,35 +112,24 @@ def readable_trace(error: BaseException) -> str:
     jax = sys.modules.get("jax")
     if jax is not None and jax.config.jax_traceback_filtering == "off":
         return "".join(found.format())
-    hidden = (PACKAGE, *([] if jax is None else [str(Path(str(jax.__file__)).parent) + os.sep]))
+    of_jax = () if jax is None else (str(Path(str(jax.__file__)).parent) + os.sep,)
     if _is_of_jax(error):  # the callback's traceback is in the message, and where the step was waited for says nothing
         lines = [IN_CALLBACK.strip(), *str(error).partition(IN_CALLBACK)[2].splitlines(), LEFT_OUT]
-        return "".join(f"{line}\n" for line in lines if not line.removeprefix('  File "').startswith(hidden))
-    is_told = isinstance(error, MeshmendError)
-    if _leave_out_frames(found, hidden, is_told=is_told) and not is_told:
+        hidden = tuple(f'  File "{folder}' for folder in (PACKAGE, *of_jax))
+        return "".join(f"{line}\n" for line in lines if not line.startswith(hidden))
+    is_told, is_left_out = isinstance(error, MeshmendError), False
+    seen: traceback.TracebackException | None = found
+    while seen is not None:
+        frames = [frame for frame in seen.stack if not frame.filename.startswith(of_jax)]
+        of_script = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+        if is_told or of_script[-1:] == frames[-1:]:
+            is_left_out |= len(of_script) < len(seen.stack)
+            seen.stack = traceback.StackSummary.from_list(of_script)
+        seen = seen.__cause__ or seen.__context__
+    if is_left_out and not is_told:
         notes = [note for note in found.__notes__ or () if "JAX_TRACEBACK_FILTERING" not in note]
         found.__notes__ = [*notes, LEFT_OUT]
     return "".join(found.format())
-
-
-def _leave_out_frames(found: traceback.TracebackException, hidden: tuple[str, ...], *, is_told: bool) -> bool:
-    """Leave out frames of these folders, and of libraries that this package calls; return whether any is."""
-    is_left_out = False
-    seen: traceback.TracebackException | None = found
-    while seen is not None:
-        frames = list(seen.stack)
-        ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)]
-        first, last = (ours[0], ours[-1]) if ours else (len(frames), -1)
-        kept = [
-            frame
-            for i, frame in enumerate(frames)
-            if not frame.filename.startswith((*hidden, *LIBRARIES) if first < i < last else hidden)
-        ]
-        is_of_script = any(not frame.filename.startswith(hidden) for frame in frames[last + 1 :])
-        if ours and (is_told or is_of_script):
-            seen.stack, is_left_out = traceback.StackSummary.from_list(kept), True
-        seen = seen.__cause__ or seen.__context__
-    return is_left_out
 
 
 def report_failure(error: BaseException) -> bool:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from meshmend.launch.events import (
@@ -30,7 +29,7 @@ from meshmend.launch.events import (
     StepDone,
     read_event,
 )
-from meshmend.launch.timeline import STAGES, Line, read_timeline
+from meshmend.launch.timeline import STAGES, Line
 
 AGAIN = "steps done again"
 CAUSES = (*STAGES, "checkpoint", "data", AGAIN, "under way")
@@ -356,11 +355,6 @@ def summarize(hosts: Sequence[HostHistory], until: float | None = None) -> TimeA
         most_hosts=max(host.most for host in hosts),
         recoveries=tuple(recoveries),
     )
-
-
-def read_account(paths: Iterable[Path]) -> TimeAccount | None:
-    """Return the account of a job from its hosts' timelines."""
-    return summarize([HostHistory(read_timeline(path)) for path in paths])
 
 
 def rounds_of(hosts: Iterable[HostHistory]) -> list[HostRound]:

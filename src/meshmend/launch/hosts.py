@@ -113,7 +113,7 @@ class Hosts:
     def chips(self, number: int) -> list[Coordinate]:
         """Return the coordinates of a host's chips, in row-major order: the order of its devices."""
         tile = self.tiles[number]
-        return [tuple(a + x for a, x in zip(tile.at, chip, strict=True)) for chip in _row_major(tile.shape)]
+        return list(product(*(range(at, at + n) for at, n in zip(tile.at, tile.shape, strict=True))))
 
     def largest_group(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Return the most of these hosts that cables join to each other; of equally large groups, the first.
@@ -124,11 +124,9 @@ class Hosts:
         (0, 2, 3)
         """
         grid = [n // h for n, h in zip(self.shape, self.tile, strict=True)]
-        positions = _row_major(tuple(grid))
         here = set(numbers)
-        mesh = Mesh(
-            grid, wrap=self.wrap, failed=[position for number, position in enumerate(positions) if number not in here]
-        )
+        absent = [at for number, at in enumerate(product(*map(range, grid))) if number not in here]
+        mesh = Mesh(grid, wrap=self.wrap, failed=absent)
         groups: dict[int, list[int]] = {}
         for number, group in zip(sorted(here), mesh.component_of.tolist(), strict=True):
             groups.setdefault(group, []).append(number)
@@ -163,13 +161,6 @@ def host_shapes(whole: Coordinate, like: Coordinate, most: int = 6) -> list[Coor
         return abs(prod(shape) - prod(like)), sum(abs(a - b) for a, b in zip(shape, sides, strict=True))
 
     return sorted(product(*divisors), key=distance)[:most]
-
-
-def _row_major(shape: Coordinate) -> list[Coordinate]:
-    chips: list[Coordinate] = [()]
-    for n in shape:
-        chips = [(*chip, x) for chip in chips for x in range(n)]
-    return chips
 
 
 def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -15,13 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from meshmend.errors import LaunchError
 from meshmend.launch.agent import SAVE_S
 from meshmend.launch.host import HostDescription
-from meshmend.launch.processes import children, die_with_parent, kill_tree
+from meshmend.launch.processes import die_with_parent, kill_tree
 
 Report = dict[str, Any]
 """What a host's agent writes to the process that has started it: "event" and "host", and facts."""
@@ -63,9 +62,11 @@ class HostProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all hosts."""
         self.stop()
         self._selector.close()
 
@@ -74,7 +75,7 @@ class HostProcesses:
         """Hosts that have not ended."""
         return list(self._hosts)
 
-    def start(self, what: HostDescription) -> None:
+    def start_host(self, what: HostDescription) -> None:
         """Start a host, also one that has ended before."""
         if what.host in self._hosts:
             raise LaunchError(f"Host {what.host} is already running.")
@@ -108,18 +109,6 @@ class HostProcesses:
         self._end(host)
         del self.statuses[host]
         return at
-
-    def freeze(self, host: int) -> None:
-        """Stop all processes of a host by SIGSTOP, as if it hung or had lost its network."""
-        pid = self._hosts[host].process.pid
-        for each in (pid, *children(pid)):
-            os.kill(each, signal.SIGSTOP)
-
-    def thaw(self, host: int) -> None:
-        """Let a frozen host continue."""
-        pid = self._hosts[host].process.pid
-        for each in (pid, *children(pid)):
-            os.kill(each, signal.SIGCONT)
 
     def watch(self, timeout_s: float) -> None:
         """Pass on what the hosts write and report for so long, or until one of them has ended."""

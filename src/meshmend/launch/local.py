@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from meshmend.errors import LaunchError
@@ -35,7 +34,7 @@ STORE_S = 120.0
 """How long the store's process may take to start, on an overloaded machine; that it has ended is noticed at once."""
 
 
-class LocalJob:
+class LocalJob(HostProcesses):
     """A job of virtual hosts that run `argv`, a script and its arguments. Leaving the `with` block ends everything.
 
     `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `machine` is the
@@ -64,6 +63,7 @@ class LocalJob:
         on_line: Callable[[int, str], None] = lambda *_: None,
         on_event: Callable[[Report], None] = lambda _: None,
     ) -> None:
+        super().__init__(secret=secret or secrets.token_hex(32), on_line=on_line, on_event=on_event)
         self.argv = list(argv)
         self.hosts = hosts
         self.shared = shared
@@ -78,10 +78,8 @@ class LocalJob:
         self._state_wait_s = state_wait_s
         self._environment = environment
         self._more = {} if secret else {KEY_ENDS: "1"}
-        self._secret = secret or secrets.token_hex(32)
         self._port = 0
         self._store: subprocess.Popen[bytes] | None = None
-        self.processes = HostProcesses(secret=self._secret, on_line=on_line, on_event=on_event)
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
         self._memory = tempfile.mkdtemp(prefix="meshmend-", dir=in_memory)
 
@@ -94,15 +92,10 @@ class LocalJob:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """End all hosts and the store, and remove the hosts' memory."""
         try:
-            self.processes.__exit__(None, None, None)
+            super().close()
             self.kill_store()
         finally:
             shutil.rmtree(self._memory, ignore_errors=True)
@@ -111,7 +104,7 @@ class LocalJob:
         """Start hosts, including ones that have been killed; without arguments, all of them."""
         for host in hosts or range(len(self.hosts)):
             flags = f"--xla_force_host_platform_device_count={self.hosts.chips_per_host}"
-            self.processes.start(
+            self.start_host(
                 HostDescription(
                     argv=self.argv,
                     store=f"{LOOPBACK}:{self._port}",
@@ -140,7 +133,7 @@ class LocalJob:
 
     def kill(self, host: int) -> float:
         """Kill a host as a power cut would, and wipe its memory; return when, as seconds since the epoch."""
-        at = self.processes.kill(host)
+        at = super().kill(host)
         shutil.rmtree(Path(self._memory) / f"host-{host}", ignore_errors=True)
         return at
 
@@ -174,15 +167,6 @@ class LocalJob:
             self._store.wait()
             self._store = None
 
-    @property
-    def running(self) -> list[int]:
-        """Hosts that have not ended."""
-        return self.processes.running
-
-    def watch(self, timeout_s: float) -> None:
-        """Pass on what the hosts write and report for so long, or until one of them has ended."""
-        self.processes.watch(timeout_s)
-
     def wait(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait until all hosts have ended; return their exit statuses. Raise `LaunchError` on timeout."""
         until = time.monotonic() + timeout_s
@@ -191,7 +175,7 @@ class LocalJob:
             if time.monotonic() > until:
                 raise LaunchError(f"Hosts {self.running} still run after {timeout_s:g} s.")
             self.watch(0.05)
-        return dict(self.processes.statuses)
+        return dict(self.statuses)
 
 
 def worker_environment(

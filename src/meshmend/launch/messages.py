@@ -52,7 +52,6 @@ REFUSALS = {
     "slow": "it took too long",
     "full": "too many came at once",
     "files": "no file descriptor was left for it",
-    "gone": "it went away in the middle of its message",
 }
 """Why a connection is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer.
 

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
 from meshmend.launch.addresses import family_of, join_address
-from meshmend.launch.goodput import HostRound, Recovery, TimeAccount
+from meshmend.launch.goodput import HostRound, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, Watch, read_quarantine
 from meshmend.quarantine import THE_JOB, Quarantined
-from meshmend.quarantine.entries import amount, cables_of, chips_of
+from meshmend.quarantine.entries import cables_of, chips_of
 from meshmend.quarantine.report import refused
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 ANSWER_S = 10.0
-"""How long a connection may take from its first byte to the end of its answer."""
+"""How long a connection may say nothing, or take nothing."""
 MAX_CONNECTIONS = 16
 """At once: a new one takes the place of the oldest."""
 BUCKETS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1800.0)
@@ -39,7 +37,6 @@ class JobMetrics:
 
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
-        self._recoveries: tuple[tuple[Recovery, ...], Metric] | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -49,25 +46,20 @@ class JobMetrics:
             (account, state), latest = self.watch.account_now(), self.watch.latest
             entries, problem = read_quarantine(self.watch.folder)
             n_refused = _n_refused(self.watch.folder)
-        yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})
+        yield _gauge("meshmend_job_state", "1 for what the job does now.", {s: s == state for s in STATES}, "state")
         if account is not None:
             yield from _of_time(account)
             yield from _of_mesh(account, latest)
             yield from _of_state(latest)
             if not problem:  # a damaged list is not an empty one
                 yield from _of_quarantine(entries, n_refused, account.machine)
-            # Most of the samples, and seldom new ones.
-            if self._recoveries is None or self._recoveries[0] != account.recoveries:
-                self._recoveries = account.recoveries, _of_recoveries(account)
-            yield self._recoveries[1]
+            yield _of_recoveries(account)
 
 
 def _of_time(account: TimeAccount) -> Iterator[Metric]:
     yield _gauge("meshmend_goodput_ratio", "Share of the job's time that went into steps that count.", account.goodput)
     yield _counter("meshmend_training_seconds", "Time that went into steps that count.", account.training_s)
-    yield _counter(
-        "meshmend_badput_seconds", "Time that went into anything else, by cause.", account.badput_s, label="cause"
-    )
+    yield _counter("meshmend_badput_seconds", "Time that went into anything else, by cause.", account.badput_s, "cause")
     yield _counter("meshmend_job_seconds", "Time since the job's first start.", account.total_s)
     yield _counter("meshmend_steps", "The last step that is done.", account.step)
     yield _gauge("meshmend_step_seconds", "Median time of a step since the last restart.", account.step_s)
@@ -82,8 +74,8 @@ def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Met
         hosts = Hosts.read(account.machine)
         n_chips, most = len(hosts) * hosts.chips_per_host, len(hosts)
     live = {"live": account.chips, "failed": n_chips - account.chips}
-    yield _gauge("meshmend_chips", "Chips of the machine.", "state", live)
-    yield _gauge("meshmend_hosts", "Hosts of the machine.", "state", {"live": n_hosts, "lost": max(0, most - n_hosts)})
+    yield _gauge("meshmend_chips", "Chips of the machine.", live, "state")
+    yield _gauge("meshmend_hosts", "Hosts of the machine.", {"live": n_hosts, "lost": max(0, most - n_hosts)}, "state")
     if account.least_hosts:
         yield _gauge("meshmend_hosts_needed", "Hosts below which the job waits.", account.least_hosts)
     if n_hosts > 1:  # nobody would go on after the loss of the only one
@@ -114,8 +106,8 @@ def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machin
     yield _gauge("meshmend_quarantined_chips", "Chips on the quarantine list.", len(chips_of(known, hosts)))
     yield _gauge("meshmend_quarantined_cables", "Cables on the quarantine list.", len(cables_of(entries)))
     by_job = [entry for entry in known if entry.by == THE_JOB]
-    n_found = amount(by_job, hosts)
-    yield _gauge("meshmend_quarantined_by_job", "Chips and cables on it that the job has found itself.", n_found)
+    n_found = len(chips_of(by_job, hosts))
+    yield _gauge("meshmend_quarantined_by_job", "Chips on it that the job has found itself.", n_found)
     if n_refused is not None:
         help_ = "Suspects that are proven, but past the limit of what the job may leave out: it has stopped."
         yield _gauge("meshmend_quarantine_refused", help_, n_refused)
@@ -142,106 +134,76 @@ def _of_recoveries(account: TimeAccount) -> Metric:
     return family
 
 
-def _gauge(name: str, help_: str, *value: Any) -> Metric:
-    """Return a gauge: of one value, or with a label and its values."""
+def _gauge(name: str, help_: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     from prometheus_client.core import GaugeMetricFamily
 
-    if len(value) == 1:
-        return GaugeMetricFamily(name, help_, value=float(value[0]))
-    family = GaugeMetricFamily(name, help_, labels=[value[0]])
-    for label, number in value[1].items():
-        family.add_metric([label], float(number))
-    return family
+    return _filled(GaugeMetricFamily(name, help_, labels=[label] * bool(label)), value)
 
 
-def _counter(name: str, help_: str, value: float | dict[str, float], label: str = "") -> Metric:
+def _counter(name: str, help_: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     from prometheus_client.core import CounterMetricFamily
 
-    if not isinstance(value, dict):
-        return CounterMetricFamily(name, help_, value=float(value))
-    family = CounterMetricFamily(name, help_, labels=[label])
-    for word, number in value.items():
-        family.add_metric([word], float(number))
-    return family
+    return _filled(CounterMetricFamily(name, help_, labels=[label] * bool(label)), value)
+
+
+def _filled(family: Any, value: float | Mapping[str, float]) -> Metric:
+    """Return a family with its value, or with one per value of its label."""
+    for word, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+        family.add_metric([] if word is None else [word], float(number))
+    return cast("Metric", family)
 
 
 class _LimitedServer(ThreadingHTTPServer):
-    """Answers each connection in a thread; whoever reaches it can take neither many of them, nor one for long."""
+    """Answers each connection in a thread. A new one takes the place of the oldest, so nobody keeps others out."""
 
     request_queue_size = 128
 
     def __init__(self, *args: Any) -> None:
-        self._open: OrderedDict[socket.socket, float] = OrderedDict()
-        """Until when each may take, in the order of their arrival. Theirs is a thread, even if it cannot be ended."""
-        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}
+        """In the order of their arrival, each with a thread, even if that cannot be ended. Threads only take out."""
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, unless too many of them hang."""
-        with self._lock:
-            n_open = len(self._open)
-            if n_open < 2 * MAX_CONNECTIONS:
-                self._open[request] = time.monotonic() + ANSWER_S
-            # Those whose threads hang, in a disk that does not answer, are at the front and stay there.
-            for one in list(self._open)[: max(0, n_open + 1 - MAX_CONNECTIONS)]:
-                _hang_up(one)
-        if n_open < 2 * MAX_CONNECTIONS:
+        others = list(self._open)
+        # Those whose threads hang, in a disk that does not answer, are at the front and stay there.
+        for one in others[: max(0, len(others) + 1 - MAX_CONNECTIONS)]:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # which ends what its thread waits for
+        if len(others) < 2 * MAX_CONNECTIONS:
+            self._open[request] = None
             super().process_request(request, client_address)
         else:
             super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Hang up on those who take too long; called twice per second."""
-        with self._lock:
-            for request, until in self._open.items():
-                if until > time.monotonic():
-                    break
-                _hang_up(request)
-
     def shutdown_request(self, request: Any) -> None:
         """Forget a connection whose thread has ended."""
-        with self._lock:
-            self._open.pop(request, None)
+        self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: whoever connects could fill the launcher's output."""
 
 
-def _hang_up(connection: socket.socket) -> None:
-    """End what a thread waits for; it closes the connection."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 @contextmanager
 def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
-    """Serve a job inside the `with` block, from a thread, at http://ADDRESS:PORT/metrics."""
+    """Serve a job inside the `with` block, from a thread, at http://ADDRESS:PORT/metrics.
+
+    `prometheus_client.start_http_server` has no limits: whoever reaches it could take all threads and descriptors.
+    """
     require("prometheus_client", needed_for="Serving metrics", extra="operate")
     from prometheus_client import CollectorRegistry, MetricsHandler
-    from prometheus_client.exposition import choose_encoder
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobMetrics(folder))
+    of_job = CollectorRegistry(auto_describe=False)
+    of_job.register(JobMetrics(folder))
 
     class Handler(MetricsHandler):
-        """Answers without compressing a few kilobytes, which would take a fifth of the time."""
+        registry, timeout = of_job, ANSWER_S
 
-        def do_GET(self) -> None:  # noqa: N802  # the library's name
-            """Answer with the metrics."""
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            text = encode(registry)
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    class Server(_LimitedServer):
+        address_family = family_of(address)
 
     try:
-
-        class Server(_LimitedServer):
-            address_family = family_of(address)
-
         server = Server((address, port), Handler)
     except OSError as error:
         raise LaunchError(

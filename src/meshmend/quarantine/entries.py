@@ -3,6 +3,11 @@
 It is small, written whole and atomically, and changed under a lock beside it. Who reads it gets all of it or an error
 that says what to do: a damaged list is never taken for an empty one, since then chips that are known to compute wrong
 numbers would come back.
+
+An entry stays when it has expired, and one that is cleared ends at that moment. So the list also says which
+observations are settled: those that name a suspect and were noted before its entry ended. They confirm no other
+observation, and do not bring the suspect back. They still say which states are not to be trusted (`untrusted`): these
+do not become right when a chip is replaced.
 """
 
 from __future__ import annotations
@@ -10,15 +15,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshmend.errors import Coordinate, QuarantineError
 from meshmend.files import locked, write_whole
-from meshmend.quarantine.fault_log import FaultLog
+from meshmend.quarantine.fault_log import FaultLog, LogEntry
+from meshmend.quarantine.observation import is_count
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 from meshmend.topology import Cable
 
@@ -68,7 +73,7 @@ class Quarantined:
             raise QuarantineError(f"it lacks {error}.") from error
         if not all(isinstance(text, str) and len(text) <= MAX_WHY for text in (suspect, why, by)):
             raise QuarantineError("suspect, why and by are not short texts.")
-        if not all(_is_count(number) for number in (*times, *steps)):
+        if not all(is_count(number) for number in (*times, *steps)):
             raise QuarantineError("since, until, step and verified are not numbers.")
         return cls(Suspect.parse(suspect), why, by, float(times[0]), float(times[1]), int(steps[0]), int(steps[1]))
 
@@ -89,7 +94,7 @@ class QuarantineList:
         self._now = now
 
     def read(self) -> tuple[Quarantined, ...]:
-        """Return all entries, also those that have expired, in the order in which they were made."""
+        """Return all entries, also those that have expired or were cleared, in the order in which they were made."""
         try:
             size = self.path.stat().st_size
             if size > MAX_BYTES:
@@ -129,7 +134,7 @@ class QuarantineList:
         """Quarantine a suspect, and return its entry. Of an earlier one, the later end counts, and a person's word.
 
         What the job adds (`by=THE_JOB`) is limited to a share of the machine, which `hosts` describes, or else
-        `n_chips`; past it, `QuarantineError`. A cable counts as one chip. What was added by hand does not count.
+        `n_chips`; past it, `QuarantineError`. What was added by hand does not count.
         """
         if not 0 < for_s <= FOREVER_S:
             raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")
@@ -137,67 +142,68 @@ class QuarantineList:
         entry = Quarantined(suspect, why[:MAX_WHY], by, now, now + for_s, step, verified)
         if hosts is not None:
             suspect.check(hosts.shape, len(hosts))
-        with self._changing() as entries:
-            kept = [one for one in entries if one.until > now and one.suspect != suspect]
+        with locked(self.path):
+            entries = self.read()
             for before in entries:
                 if before.suspect == suspect and before.until > now:
                     entry = _merged(before, entry)
             if entry.by == THE_JOB:
-                self._check_limit(kept, entry, hosts, n_chips)
-            entries[:] = [*kept, entry]
+                self._check_limit(entries, entry, hosts, n_chips)
+            self._write([*entries, entry])
         return entry
 
     def clear(self, suspects: Iterable[Suspect] | None = None) -> tuple[Quarantined, ...]:
-        """Remove these suspects, by default all; return the entries that were removed, and drop what has expired.
+        """End the entries of these suspects now, by default of all; return those that had not expired.
 
         The observations against them are settled, or the job would quarantine them again at once. That goes for
         suspects, too, that only the fault log names, because the job has reached its limit.
         """
-        wanted = None if suspects is None else set(suspects)
         now = self._now()
-        log = FaultLog(self.path.parent, now=self._now)
-        with self._changing() as entries:
-            there = [entry for entry in entries if entry.until > now]
-            gone = [entry for entry in there if wanted is None or entry.suspect in wanted]
-            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone} - log.suspects()):
-                listed = ", ".join(str(entry.suspect) for entry in there[:8]) or "nothing"
-                raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.")
-            # First: if this process ends in between, the suspects are still left out.
-            log.settle(wanted)
-            entries[:] = [entry for entry in there if entry not in gone]
-        return tuple(gone)
+        with locked(self.path):
+            entries = self.read()
+            listed = {entry.suspect: entry for entry in entries if entry.until > now}
+            observed = {one for noted in unsettled(self.path.parent, entries) for one in noted.observation.suspects}
+            wanted = observed.union(listed) if suspects is None else set(suspects)
+            if missing := wanted - observed - listed.keys():
+                names = ", ".join(map(str, [*listed][:8])) or "nothing"
+                raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {names}.")
+            gone = tuple(entry for suspect, entry in listed.items() if suspect in wanted)
+            cleared = [Quarantined(suspect, "cleared", BY_HAND, now, now) for suspect in sorted(wanted - listed.keys())]
+            self._write([*entries, *(replace(entry, until=now) for entry in gone), *cleared])
+        return gone
 
     def _check_limit(
-        self, kept: list[Quarantined], entry: Quarantined, hosts: ChipsOfHosts | None, n_chips: int | None
+        self, entries: Iterable[Quarantined], entry: Quarantined, hosts: ChipsOfHosts | None, n_chips: int | None
     ) -> None:
         total = n_chips if hosts is None else math.prod(hosts.shape)
         if total is None:
             raise QuarantineError("How much the job may quarantine depends on the machine: give hosts or n_chips.")
         most = limit(total, 1 if hosts is None else hosts.chips_per_host)
-        before = [one for one in kept if one.by == THE_JOB]
-        if amount([*before, entry], hosts) > most and amount([*before, entry], hosts) > amount(before, hosts):
+        by_job = [one for one in entries if one.by == THE_JOB and one.until > entry.since]
+        before, after = (len(chips_of(some, hosts)) for some in (by_job, [*by_job, entry]))
+        if after > max(most, before):
             raise QuarantineError(
                 f"The job wants to quarantine {entry.suspect} ({entry.why[:200]}), but it has already left out "
-                f"{amount(before, hosts)} of {total:,} chips by itself, and may leave out {most}. So many bad chips "
+                f"{before} of {total:,} chips by itself, and may leave out {most}. So many bad chips "
                 "at once are more likely a fault of the program, of a check or of the software. Look at the evidence: "
                 f"`meshmend quarantine list {self.path.parent}`. If it holds, confirm it by hand with `meshmend "
                 f"quarantine add {self.path.parent} SUSPECT`, which does not count; otherwise clear it with `meshmend "
                 f"quarantine clear {self.path.parent} SUSPECT`. Then start the job again."
             )
 
-    @contextmanager
-    def _changing(self) -> Iterator[list[Quarantined]]:
-        """Read the entries and write what is left in the list, for one process at a time."""
-        with locked(self.path):
-            entries = list(self.read())
-            yield entries
-            self._write(entries)
-
-    def _write(self, entries: list[Quarantined]) -> None:
-        if len(entries) > MAX_ENTRIES:
+    def _write(self, entries: Iterable[Quarantined]) -> None:
+        """Write the last entry of each suspect; where they are too many, not those that ended first."""
+        newest: dict[Suspect, Quarantined] = {}
+        for entry in entries:
+            newest.pop(entry.suspect, None)
+            newest[entry.suspect] = entry
+        ended = sorted((entry.until, suspect) for suspect, entry in newest.items() if entry.until <= self._now())
+        for _, suspect in ended[: max(0, len(newest) - MAX_ENTRIES)]:
+            del newest[suspect]
+        if len(newest) > MAX_ENTRIES:
             raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.")
-        text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in entries]}, indent=1) + "\n"
-        write_whole(self.path, text)
+        text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in newest.values()]}, indent=1)
+        write_whole(self.path, text + "\n")
 
     def _entry(self, number: int, facts: Any) -> Quarantined:
         try:
@@ -232,16 +238,16 @@ def cables_of(entries: Iterable[Quarantined]) -> list[Cable]:
     return sorted({(e.suspect.ends[0], e.suspect.ends[1]) for e in entries if e.suspect.kind == "cable"})
 
 
-def amount(entries: list[Quarantined], hosts: ChipsOfHosts | None) -> int:
-    """Return how many chips these count as. A cable counts as one, or false alarms could cut the mesh to pieces."""
-    return len(chips_of(entries, hosts)) + len(cables_of(entries))
+def unsettled(folder: Path, entries: Iterable[Quarantined]) -> list[LogEntry]:
+    """Return the observations in a folder that count: nobody that they name was left out, or cleared, since."""
+    until: dict[Suspect, float] = {}
+    for entry in entries:
+        until[entry.suspect] = max(entry.until, until.get(entry.suspect, 0.0))
+    noted = FaultLog(folder).read()
+    return [one for one in noted if all(one.at > until.get(suspect, -1.0) for suspect in one.observation.suspects)]
 
 
 def _merged(before: Quarantined, now: Quarantined) -> Quarantined:
     if before.by == BY_HAND and now.by != BY_HAND:
         return replace(before, until=max(before.until, now.until))
     return replace(now, since=before.since, until=max(before.until, now.until))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15

@@ -2,16 +2,15 @@
 
 It outlives the processes, so that a second observation after a restart is held together with the first. It also says
 which states are not to be trusted: those that an attempt kept after the last step that was verified before its
-observation. Lines are added whole, under a lock. What a killed process wrote of a last line is cut; anything else that
-is not as written is an error, because states that an observation speaks against would be trusted without it.
+observation. It is written whole and atomically, under a lock: whatever is not as written is an error, because states
+that an observation speaks against would be trusted without it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 from meshmend.errors import QuarantineError
 from meshmend.files import locked, write_whole
 from meshmend.quarantine.judge import MAX_OBSERVATIONS
-from meshmend.quarantine.observation import LAST_STEP, Observation
-from meshmend.quarantine.suspect import Suspect
+from meshmend.quarantine.observation import LAST_STEP, Observation, is_count
 
 FILE = "fault_log.jsonl"
 MAX_BYTES = 32 << 20
@@ -38,9 +36,6 @@ class LogEntry:
     """The last step that was verified by then: what that attempt kept of later ones is not trusted."""
     at: float
     """Seconds since 1970."""
-    settled: bool = False
-    """Whether a suspect of it was left out, or was cleared by hand: then it confirms no other observation. It still
-    says which states are not to be trusted: these do not become right when a chip is replaced."""
 
     @property
     def tagged(self) -> Observation:
@@ -49,26 +44,27 @@ class LogEntry:
 
     def to_json(self) -> str:
         """Return this as one line."""
-        facts = {"attempt": self.attempt, "verified": self.verified, "at": self.at, "settled": self.settled}
+        facts = {"attempt": self.attempt, "verified": self.verified, "at": self.at}
         return json.dumps({**facts, "observation": self.observation.facts()}, allow_nan=False)
 
     @classmethod
     def of(cls, facts: Any) -> LogEntry:
         """Return the line that `facts` describes; raise `QuarantineError` if it is none."""
-        if not isinstance(facts, dict) or set(facts) != {"attempt", "verified", "at", "settled", "observation"}:
-            raise QuarantineError("it does not have exactly attempt, verified, at, settled and observation.")
-        attempt, verified, at, settled = (facts[name] for name in ("attempt", "verified", "at", "settled"))
-        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < LAST_STEP for n in (attempt, verified)):
+        if not isinstance(facts, dict) or set(facts) != {"attempt", "verified", "at", "observation"}:
+            raise QuarantineError("it does not have exactly attempt, verified, at and observation.")
+        attempt, verified, at = (facts[name] for name in ("attempt", "verified", "at"))
+        if not all(isinstance(n, int) and is_count(n, LAST_STEP) for n in (attempt, verified)):
             raise QuarantineError("attempt and verified are not whole numbers from 0.")
-        if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e15 or type(settled) is not bool:
-            raise QuarantineError("at is not a time, or settled is not true or false.")
-        return cls(Observation.of(facts["observation"]), attempt, verified, float(at), settled)
+        if not is_count(at):
+            raise QuarantineError("at is not a time.")
+        return cls(Observation.of(facts["observation"]), attempt, verified, float(at))
 
 
 class FaultLog:
     """The observations of the job in a folder. Every call reads the file anew: all processes write to it.
 
     >>> import tempfile
+    >>> from meshmend.quarantine import Suspect
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     log = FaultLog(folder)
     ...     log.add([Observation("digest", (Suspect.parse("2,3"),), 400)], attempt=1, verified=380)
@@ -86,7 +82,7 @@ class FaultLog:
             size = self.path.stat().st_size
             if size > MAX_BYTES:
                 raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
-            lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was not finished
+            lines = self.path.read_bytes().removesuffix(b"\n").split(b"\n") if size else []
         except FileNotFoundError:
             return ()
         if len(lines) > MAX_OBSERVATIONS:
@@ -109,42 +105,11 @@ class FaultLog:
             known = {(noted.observation, noted.attempt, noted.verified) for noted in there}
             new = [noted for noted in wanted if (noted.observation, noted.attempt, noted.verified) not in known]
             if new:
-                self._append(there, new)
+                self._write([*there, *new])
 
-    def settle(self, suspects: Collection[Suspect] | None = None, *, until: float | None = None) -> None:
-        """Settle observations that name one of these suspects, by default all, and were noted by the time `until`."""
-        if not self.path.exists():
-            return
-        with locked(self.path):
-            there = self.read()
-            after = [
-                replace(noted, settled=True)
-                if (suspects is None or not set(suspects).isdisjoint(noted.observation.suspects))
-                and (until is None or noted.at <= until)
-                else noted
-                for noted in there
-            ]
-            if after != list(there):
-                write_whole(self.path, "".join(noted.to_json() + "\n" for noted in after))
-
-    def suspects(self) -> set[Suspect]:
-        """Return whom the observations name that are not settled."""
-        return {suspect for noted in self.read() if not noted.settled for suspect in noted.observation.suspects}
-
-    def _append(self, there: tuple[LogEntry, ...], new: list[LogEntry]) -> None:
-        text = "".join(noted.to_json() + "\n" for noted in new).encode()
-        with self.path.open("a+b") as file:
-            file.seek(0)
-            before = file.read()
-            whole = before.rfind(b"\n") + 1
-            if len(there) + len(new) <= MAX_OBSERVATIONS and whole + len(text) <= MAX_BYTES:
-                if whole < len(before):
-                    file.truncate(whole)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                return
-        lines = [noted.to_json() + "\n" for noted in (*there, *new)][-MAX_OBSERVATIONS:]
+    def _write(self, entries: Iterable[LogEntry]) -> None:
+        """Replace the log, without its oldest observations if it is full."""
+        lines = [noted.to_json() + "\n" for noted in entries][-MAX_OBSERVATIONS:]
         size = sum(map(len, lines))
         while size > MAX_BYTES:
             size -= len(lines.pop(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshmend.quarantine.observation import DIGEST, RECOMPUTE, Observation
@@ -47,7 +47,7 @@ def recent(observations: Iterable[Observation], window_steps: int = WINDOW_STEPS
     return [observation for observation in found if observation.step > last - window_steps][-MAX_OBSERVATIONS:]
 
 
-def judge(observations: Iterable[Observation], listed: Collection[Suspect] = ()) -> list[Verdict]:
+def judge(observations: Iterable[Observation]) -> list[Verdict]:
     """Return who is to be quarantined, and why: the verdicts of a set of observations.
 
     A verdict needs two separate observations against the same suspect. The same step again after a restart is a
@@ -62,16 +62,11 @@ def judge(observations: Iterable[Observation], listed: Collection[Suspect] = ())
       one, it has confirmed the observation. Another disagreement with another partner does so, too.
 
     Observations of different checks add up: a wrong replica, and in the next attempt a wrong gradient, are two. An
-    observation that points at several suspects counts against each. The one that most observations point at is named;
-    of those that all the same observations point at, the smallest, a cable before a chip before a host, since it costs
-    least to leave out: if it was the chip, its next observation comes over another cable. Two chips that cannot be told
-    apart are not named.
+    observation that points at several suspects counts against each. The one that most observations point at is named,
+    and explains them: they count against nobody else. Two that the same observations point at are not named.
 
     Verdicts depend on the set of observations alone, in whatever order they arrive: all processes that have the same
     observations come to the same verdicts.
-
-    What is `listed` is left out already, and explains the observations that name it: they do not count against others
-    of its size or smaller. Against a larger one they do: a chip is found although one of its cables was named first.
 
     >>> chip = Suspect.parse("2,3")
     >>> differs = Observation("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})
@@ -82,29 +77,25 @@ def judge(observations: Iterable[Observation], listed: Collection[Suspect] = ())
     """
     left = sorted(set(observations), key=_order)
     found = []
-    while (verdict := _strongest(left, listed)) is not None:
+    while (verdict := _strongest(left)) is not None:
         found.append(verdict)
         left = [observation for observation in left if verdict.suspect not in observation.suspects]
     return found
 
 
-def _strongest(observations: list[Observation], listed: Collection[Suspect]) -> Verdict | None:
+def _strongest(observations: list[Observation]) -> Verdict | None:
     """Return the verdict that most observations support; None if none is confirmed."""
     against: dict[Suspect, list[Observation]] = {}
-    for observation in observations:
-        if _counts(observation):
-            explained = max((one.size for one in observation.suspects if one in listed), default=-1)
-            for suspect in (one for one in observation.suspects if one.size > explained):
-                against.setdefault(suspect, []).append(observation)
+    for observation in filter(_counts, observations):
+        for suspect in observation.suspects:
+            against.setdefault(suspect, []).append(observation)
     confirmed = []
     for suspect, named in against.items():
         weight = _weight(named)
-        rivals = set(named[0].suspects).intersection(*(observation.suspects for observation in named)) - {suspect}
-        if weight >= CONFIRMED and not any(
-            one.kind == suspect.kind and len(against.get(one, ())) == len(named) for one in rivals
-        ):
-            confirmed.append((-weight, suspect.size, str(suspect), Verdict(suspect, tuple(named))))
-    return min(confirmed, key=lambda one: one[:3])[3] if confirmed else None
+        always_named = set.intersection(*(set(observation.suspects) for observation in named))
+        if weight >= CONFIRMED and not any(len(against[other]) == len(named) for other in always_named - {suspect}):
+            confirmed.append((-weight, suspect, Verdict(suspect, tuple(named))))
+    return min(confirmed, key=lambda one: one[:2])[2] if confirmed else None
 
 
 def _weight(observations: list[Observation]) -> int:

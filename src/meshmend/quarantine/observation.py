@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshmend.errors import QuarantineError
 from meshmend.quarantine.suspect import MAX_TEXT, Suspect
@@ -23,7 +23,7 @@ LAST_STEP = 1 << 53
 class Observation:
     """What one check has seen at one step.
 
-    `suspects` has one item if the check names a culprit. Several mean that it is one of them, and the check cannot
+    `suspects` are chips: one if the check names a culprit. Several mean that it is one of them, and the check cannot
     tell which: two chips that compute different gradients from the same samples are both suspects.
 
     `numbers` says how much the check knows; `judge` reads these:
@@ -45,12 +45,14 @@ class Observation:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        named = tuple(sorted(set(self.suspects), key=lambda one: (one.size, str(one))))
+        named = tuple(sorted(set(self.suspects)))
         facts = dict(sorted(self.numbers.items()))
         if self.kind not in KINDS:
             raise _refused(f"its kind is {self.kind[:50]!r}, expected one of {', '.join(KINDS)}")
         if not 1 <= len(named) <= MAX_SUSPECTS:
             raise _refused(f"it names {len(named)} suspects, expected 1 to {MAX_SUSPECTS}")
+        if any(one.kind != "chip" for one in named):
+            raise _refused("it names a cable or a host, and checks compare chips")
         if not 0 <= self.step < LAST_STEP:
             raise _refused(f"its step is {self.step}, expected a number from 0")
         if len(self.evidence) > MAX_EVIDENCE:
@@ -83,7 +85,11 @@ class Observation:
             raise _refused("it does not have exactly kind, suspects, step, evidence and numbers")
         kind, step, evidence = facts["kind"], facts["step"], facts["evidence"]
         suspects, numbers = facts["suspects"], facts["numbers"]
-        if not isinstance(kind, str) or not isinstance(evidence, str) or not _is_whole(step):
+        if (
+            not isinstance(kind, str)
+            or not isinstance(evidence, str)
+            or not (_is_number(step) and isinstance(step, int))
+        ):
             raise _refused("kind and evidence are texts, and step is a whole number")
         if not isinstance(suspects, list) or not all(isinstance(one, str) for one in suspects):
             raise _refused("suspects is a list of texts")
@@ -97,11 +103,12 @@ class Observation:
         return hash((self.kind, self.suspects, self.step, self.evidence, tuple(self.numbers.items())))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_count(value: object, limit: float = 1e15) -> bool:
+    """Whether what JSON has is a number from 0 up to a limit; true and false are none."""
+    return _is_number(value) and 0 <= value < limit
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 

@@ -1,19 +1,12 @@
-"""From what a process has seen to the quarantine list: observations are noted, all of the log is judged, verdicts are
-listed.
-
-An observation counts until it is settled. It is settled once one of its suspects is on the list, whoever put it there,
-and when somebody clears one. So a suspect whose time has expired gets a new start: its old observations do not bring it
-back. While a suspect is listed, its observations explain themselves; they still speak against something larger
-(`judge`).
-"""
+"""From what a process has seen to the quarantine list: note observations, judge all of the log, list the verdicts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList
+from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList, unsettled
 from meshmend.quarantine.fault_log import FaultLog, LogEntry
 from meshmend.quarantine.judge import Verdict, judge, recent
 from meshmend.quarantine.observation import Observation
@@ -30,7 +23,7 @@ def report(
     n_chips: int | None = None,
     now: Callable[[], float] = time.time,
 ) -> tuple[Quarantined, ...]:
-    """Note observations in the shared folder's book, and quarantine what all of the log proves; return the new entries.
+    """Note observations in the shared folder's log, and quarantine what all of the log proves; return the new entries.
 
     `attempt` is the job's own count, and `verified` the last step that was verified. The limit on what the job may
     quarantine depends on `hosts`, or else on `n_chips`; past it, `QuarantineError`: stop, and start again when somebody
@@ -53,23 +46,12 @@ def enforce(
     it did, or at the limit. If the limit still holds, this raises the same `QuarantineError` instead of letting the job
     train with the suspect.
     """
-    log, entries = FaultLog(folder, now=now), QuarantineList(folder, now=now)
-    if not log.read():
-        return ()
-    at, active = now(), []
-    for entry in entries.read():
-        if entry.until > at:
-            active.append(entry.suspect)
-        else:
-            log.settle([entry.suspect], until=entry.until)
-    log.settle(active)
-    noted = log.read()
+    entries = QuarantineList(folder, now=now)
+    noted = unsettled(Path(folder), entries.read())
     made = []
-    for verdict in _verdicts(noted, active):
+    for verdict in _verdicts(noted):
         facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
-        entry = entries.add(verdict.suspect, why=verdict.why, by=THE_JOB, hosts=hosts, n_chips=n_chips, **facts)
-        log.settle([entry.suspect])
-        made.append(entry)
+        made.append(entries.add(verdict.suspect, why=verdict.why, by=THE_JOB, hosts=hosts, n_chips=n_chips, **facts))
     return tuple(made)
 
 
@@ -78,14 +60,12 @@ def refused(folder: str | Path) -> tuple[Suspect, ...]:
 
     For a moment that is also so while a process lists a suspect.
     """
-    active = [entry.suspect for entry in QuarantineList(folder).active()]
-    return tuple(verdict.suspect for verdict in _verdicts(FaultLog(folder).read(), active))
+    noted = unsettled(Path(folder), QuarantineList(folder).read())
+    return tuple(verdict.suspect for verdict in _verdicts(noted))
 
 
-def _verdicts(noted: Iterable[LogEntry], active: Collection[Suspect]) -> list[Verdict]:
-    """Return what observations prove besides the suspects that are on the list."""
-    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.observation.suspects)]
-    return judge(recent(one.tagged for one in counting), active)
+def _verdicts(noted: Iterable[LogEntry]) -> list[Verdict]:
+    return judge(recent(one.tagged for one in noted))
 
 
 def _verified(verdict: Verdict, noted: Iterable[LogEntry]) -> int:

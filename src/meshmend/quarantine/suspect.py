@@ -80,11 +80,6 @@ class Suspect:
         """One of "cable", "chip" and "host"."""
         return "host" if self.host is not None else "chip" if len(self.ends) == 1 else "cable"
 
-    @property
-    def size(self) -> int:
-        """How much is left out with it, to compare: a cable is less than a chip, a chip less than a host."""
-        return ("cable", "chip", "host").index(self.kind)
-
     def check(self, shape: Coordinate, n_hosts: int | None = None, wrap: bool | Sequence[bool] = True) -> None:
         """Raise `QuarantineError` if a machine has no such chip, cable or host."""
         if self.host is not None:

@@ -45,12 +45,15 @@ class VoteResult:
     """What the votes of one check say."""
 
     observations: tuple[Observation, ...] = ()
-    suspects: frozenset[Suspect] = frozenset()
-    """All chips that the observations name, alone or with others."""
     unsteady: frozenset[Suspect] = frozenset()
     """Chips that computed the same part twice and found two things."""
     has_other_samples: bool = False
     """Whether some who computed a part had other examples than others."""
+
+    @property
+    def suspects(self) -> frozenset[Suspect]:
+        """All chips that the observations name, alone or with others."""
+        return frozenset(chain.from_iterable(one.suspects for one in self.observations))
 
 
 def is_agreed(votes: Iterable[Vote]) -> bool:
@@ -67,7 +70,7 @@ def count_votes(votes: Sequence[Vote], owners: Sequence[Owner], step: int) -> Vo
     for one in votes:
         states[one.device].add(one.state)
     tally = _tally(states)
-    n_same = f"{tally.agree} of {len(states)} devices"
+    n_same = f"{len(tally.agreeing)} of {len(states)} devices"
     found.inputs(tally, states, f"its parameters or its model state differ from those of {n_same}")
     excluded, parts = set(tally.excluded), defaultdict(list)
     for one in votes:
@@ -83,9 +86,8 @@ class _Tally(NamedTuple):
     """Devices that differ from the majority, or from themselves."""
     open: tuple[int, ...]
     """Devices of which some must be wrong, without a majority that says which."""
-    agree: int
-    """Devices that agree with each other, if there is nothing open."""
     agreeing: tuple[int, ...]
+    """Devices that agree with each other, if there is nothing open."""
 
     @property
     def excluded(self) -> tuple[int, ...]:
@@ -96,13 +98,13 @@ def _tally(values: Mapping[int, set[int]]) -> _Tally:
     steady = {device: next(iter(found)) for device, found in values.items() if len(found) == 1}
     unsteady = tuple(device for device in values if device not in steady)
     if not steady:
-        return _Tally(unsteady, (), 0, ())
+        return _Tally(unsteady, (), ())
     (value, times), *_ = Counter(steady.values()).most_common(1)
     agreeing = tuple(device for device, found in steady.items() if found == value)
     others = tuple(device for device in steady if device not in agreeing)
     if others and 2 * times <= len(steady):
-        return _Tally(unsteady, tuple(steady), 0, ())
-    return _Tally(unsteady + others, (), times, agreeing)
+        return _Tally(unsteady, tuple(steady), ())
+    return _Tally(unsteady + others, (), agreeing)
 
 
 class _Case(NamedTuple):
@@ -163,14 +165,16 @@ class _Found:
             if len(gradients[device]) > 1:
                 self.unsteady.add(chip)
                 against = "the one that it computed from the same data before"
-            self.named[chip].append(_Case(f"its gradient {of} differs from {against}", tally.agree, len(tally.odd)))
+            self.named[chip].append(
+                _Case(f"its gradient {of} differs from {against}", len(tally.agreeing), len(tally.odd))
+            )
         self._note_open(tally, gradients, f"they computed different gradients {of}")
 
     def _samples_tally(self, tally: _Tally) -> _Tally:
         """Return the vote, open if a host that reads wrong samples could have given the majority its own."""
         hosts = {self.owners[device].process for device in tally.agreeing}
         if len(hosts) == 1 and any(self.owners[device].process not in hosts for device in tally.odd):
-            return _Tally((), tally.odd + tally.agreeing, 0, ())
+            return _Tally((), tally.odd + tally.agreeing, ())
         return tally
 
     def result(self, step: int) -> VoteResult:
@@ -181,12 +185,7 @@ class _Found:
             numbers = {"agree": strongest.agree, "differ": strongest.differ, "times": len(cases)}
             observations.append(Observation(RECOMPUTE, (chip,), step, strongest.evidence + more, numbers))
         observations += self._open_observations(step)
-        return VoteResult(
-            tuple(observations),
-            frozenset(chain.from_iterable(observation.suspects for observation in observations)),
-            frozenset(self.unsteady),
-            self.has_other_samples,
-        )
+        return VoteResult(tuple(observations), frozenset(self.unsteady), self.has_other_samples)
 
     def _open_observations(self, step: int) -> Iterable[Observation]:
         """Return an observation for each set of chips that still differ when those that are named are left out."""
