@@ -25,7 +25,6 @@ PUBLIC = [
     "meshmend.schedule",
     "meshmend.schedule.verify",
     "meshmend.schedule.serialize",
-    "meshmend.schedule.neighbour_hops",
     "meshmend.schedule.split",
     "meshmend.routing",
     "meshmend.cost",
