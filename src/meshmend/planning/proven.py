@@ -27,7 +27,7 @@ AnyPlanner = TypeVar("AnyPlanner", bound=Planner)
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
-TARGET = ("payload_bytes", "hardware", "overlap_s", "mode")
+TARGET = ("payload_bytes", "hardware", "mode")
 """What a planner's parameters are chosen for."""
 DEFAULT_PAYLOAD_BYTES = 1e8
 """What `plan` assumes where it is not told: for a first look. Whatever runs a plan says what it is for."""
@@ -47,10 +47,8 @@ def plan(
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords or in the name ("row-pairs:segments=2"), or a
     planner object. By default it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is
-    named takes these two as well, and then chooses those of its parameters that are not given. With `overlap_s`, the
-    seconds of computing that it runs beside in a loop body, it is the one with the least exposed communication.
-    `mode="asynchronous"` is for engines that wait for their data alone, as PyTorch's does, and not for the end of each
-    step.
+    named takes these two as well, and then chooses those of its parameters that are not given. `mode="asynchronous"` is
+    for engines that wait for their data alone, as PyTorch's does, and not for the end of each step.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
