@@ -133,7 +133,7 @@ def _parameters(planner: Planner) -> dict[str, Any]:
     """Return what a planner's plans depend on.
 
     That is the numbers of its hardware, not what it is called nor who is cited for them, so that a preset and a file
-    with the same numbers share their plans. What `Derived` keeps of plans that were made on the way changes no plan.
+    with the same numbers share their plans.
     """
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(planner):  # type: ignore[arg-type]  # planners are dataclasses
@@ -142,6 +142,6 @@ def _parameters(planner: Planner) -> dict[str, Any]:
             found[entry.name] = [value.name, _parameters(value)]
         elif isinstance(value, Hardware):
             found[entry.name] = value.priced
-        elif entry.name != "made":
+        else:
             found[entry.name] = value
     return found
