@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from meshmend import Mesh, PlanError, plan, predict, verify
 from meshmend.cost import StepDemand, find_hardware
 from meshmend.errors import ParameterError, ScheduleError
-from meshmend.planning import Auto, Latency, Weave
+from meshmend.planning import Auto, Latency
 from meshmend.planning.latency.sites import _splits, lay_out
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from strategies import meshes
@@ -146,14 +146,6 @@ def test_parameters_that_make_no_sense() -> None:
         Latency(parts=3)
     with pytest.raises(ParameterError, match="halvings is -1, expected a whole number"):
         Latency(halvings=-1)
-
-
-def test_the_same_mesh_gives_the_same_plan() -> None:
-    mesh = Mesh("7x9", failed=["2x3@2,4"])
-    one = Latency(1, 2).plan(mesh)
-    lay_out.cache_clear()
-    assert Latency(1, 2).plan(mesh) == one
-    assert one.n_transfers < Weave().n_transfers(mesh)
 
 
 @pytest.mark.parametrize("shape", ["1x2", "2x2", "4x8", "2x4x4"])
