@@ -245,14 +245,6 @@ def test_phases_of_one_name_are_summed(mode: str) -> None:
     assert whole.by_phase == {"ring": pytest.approx(named.seconds, rel=1e-12)}
 
 
-def test_the_profile_of_another_schedule_is_refused() -> None:
-    ring, pairs = (plan(Mesh("4x4"), name) for name in ("hamiltonian", "row-pairs"))
-    with pytest.raises(ParameterError, match=r"demand is of another schedule, Schedule\(row-pairs .* expected one of"):
-        predict(ring, 1e6, demand=StepDemand(pairs))
-    again = plan(Mesh("4x4"), "hamiltonian")
-    assert predict(ring, 1e6, demand=StepDemand(again)) == predict(ring, 1e6)
-
-
 def test_planning_and_predicting_assume_the_same_machine() -> None:
     mesh = Mesh("8x8", failed=["2x2@2,2"])
     choice = Auto(1e8, "tpu-v3").choose(mesh)
