@@ -43,7 +43,7 @@ FIRST = "index.md"
 def needs(body: str) -> str:
     """Return what a block needs, in a few words.
 
-    >>> needs("sudo meshmend lab bench allreduce --lab 4x4; meshmend compare 4x4 --payload 1MB --plot times.svg")
+    >>> needs("sudo meshmend lab bench allreduce --lab 4x4; meshmend draw 4x4 -o steps.html")
     "needs root, pip install '.[draw,torch]' ./lab"
     """
     found = {extra for extra, tells in EXTRAS.items() if re.search(tells, body)}

@@ -70,7 +70,7 @@ NEEDS = runpy.run_path(str(ROOT / "docs" / "needs.py"))
         ("meshmend plan 8x8\n", ""),
         ("import jax\nimport meshmend.jax as mmj\n", "needs pip install '.[jax]'"),
         ("meshmend run --local 4x4 --host 2x2 train.py\n", "needs pip install '.[launch]'"),
-        ("meshmend compare 4x4 --payload 1MB --plot a.svg\n", "needs pip install '.[draw]'"),
+        ("meshmend draw 4x4 -o a.svg\n", "needs pip install '.[draw]'"),
         ("python lab/benchmarks/weave.py\n", "needs a checkout, pip install . ./lab"),
         ("pip install '.[tpu]'\nmeshmend compile --topology v6e:4x4\n", "needs a checkout"),
         ("sudo meshmend lab mesh up 4x4\n", "needs root, pip install . ./lab"),

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
+
 from meshmend.availability import Assumptions, Study, simulate
 from meshmend.availability.simulate import LOSSES, sweep
 from meshmend.availability.throughput import Throughput
-from meshmend.extras import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +42,7 @@ _LOSS_LOOKS = {
 
 def plot(study: Study, swept: Sequence[tuple[float, Study]], path: Path) -> None:
     """Draw the study on the left and the sweep on the right; save to `path`."""
-    figure = new_figure(path, (12, 5.2))
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     _bars(left, study)
     _curves(right, swept)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from meshmend import Collective, Mesh, Schedule, predict, verify
-from meshmend.planning import Derived, Gather, Planner, Weave
+from meshmend.planning import Derived, Gather, Weave
 from tables import make_table, parser_of, up_to
 
 MESHES = [
@@ -41,10 +41,8 @@ def main() -> None:
     for mesh in up_to(options.chips, MESHES):
         halves = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         whole = units(weave.plan(mesh))
-        made: dict[tuple[Planner, Mesh], Schedule] = {}
         fused, scattered, gathered = (
-            Derived(weave, collective, made=made).plan(mesh)
-            for collective in (Collective.ALL_REDUCE_WITH_UPDATE, *halves)
+            Derived(weave, collective).plan(mesh) for collective in (Collective.ALL_REDUCE_WITH_UPDATE, *halves)
         )
         ways = [
             units(fused),

@@ -11,9 +11,8 @@ import time
 
 import numpy as np
 
-from meshmend import Mesh, plan
+from meshmend import Mesh
 from meshmend.routing import SCHEMES, choose, prove, report, trace
-from meshmend.schedule.neighbour_hops import neighbour_hops
 
 HOLE = "4x2@6,8"
 
@@ -36,11 +35,6 @@ def main(shapes: list[str]) -> None:
                     f"without route {found.pairs_without_route}, mean detour {found.mean_detour:.4f}, "
                     f"longest detour {found.longest_detour_hops}, busiest link {found.busiest_link_flows}"
                 )
-            schedule = plan(mesh, "row-pairs", verify=False)
-            started = time.perf_counter()
-            lowered = neighbour_hops(schedule)
-            seconds = time.perf_counter() - started
-            print(f"  row-pairs by neighbour hops in {seconds:.2f} s: {schedule.n_steps} → {lowered.n_steps} steps")
     mesh = Mesh("256x256", failed=[HOLE])
     src, dst = np.random.default_rng(0).integers(0, mesh.n_chips, (2, 20_000))
     started = time.perf_counter()

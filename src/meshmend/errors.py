@@ -22,7 +22,6 @@ __all__ = [
     "LaunchError",
     "LayoutError",
     "LostChipError",
-    "LoweringError",
     "MachineError",
     "MeasurementError",
     "MeshError",
@@ -192,21 +191,6 @@ class DeadlockError(RoutingError):
     def __init__(self, message: str, *, scheme: str, cycle: Sequence[tuple[Coordinate, Coordinate, int]]) -> None:
         self.cycle = tuple(cycle)
         super().__init__(message, scheme=scheme)
-
-
-@dataclass(eq=False, repr=False)
-class LoweringError(MeshmendError):
-    """A schedule has no equivalent in the requested form.
-
-    Fields, each None where it does not apply: `planner`, `step`, `chip` (its coordinate), `chunk`.
-    """
-
-    message: InitVar[str]
-    _: KW_ONLY
-    planner: str
-    step: int | None = None
-    chip: Coordinate | None = None
-    chunk: int | None = None
 
 
 @dataclass(eq=False, repr=False)

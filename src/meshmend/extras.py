@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from meshmend.errors import MissingExtraError, ParameterError, VersionError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from meshmend.errors import MissingExtraError, VersionError
 
 TESTED = {
     "jax": ("0.10.2", "0.11.2", "0.12.0.1"),
@@ -90,14 +84,3 @@ def require_names(library: str, names: Iterable[str], *, needed_for: str) -> Non
     if missing:
         tested = ", ".join(TESTED.get(library, ("no version",)))
         raise VersionError(needed_for, library, version_of(library) or "of unknown version", missing, tested)
-
-
-def new_figure(path: Path, size_in: tuple[float, float]) -> Figure:
-    """Return an empty figure of matplotlib for a plot that `path` can hold; raise an error that says what to do."""
-    require("matplotlib", needed_for="Plotting", extra="draw")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size_in, layout="constrained")
-    if path.suffix.removeprefix(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise ParameterError(f"Cannot draw to {path.name!r}: expected a name that ends in .png, .svg or .pdf.")
-    return figure

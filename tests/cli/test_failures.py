@@ -98,7 +98,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "plan and holes", ["plan.npz", *PAID, "--fail", "0,0"], "leave out --fail"),
     ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
-    ("compare", "bad ending", ["4x4", *PAID, "--plot", "a.doc"], "expected .png, .svg or .pdf"),
     ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
     ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
@@ -203,7 +202,6 @@ def test_usage_is_one_line(words: list[str]) -> None:
     ("words", "module", "extra"),
     [
         (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
-        (["compare", "4x4", *PAID, "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
         (["bench", "--shape", "1x2"], "jax", "jax"),
@@ -228,7 +226,6 @@ def test_a_missing_extra_is_one_line(
         ["plan", "4x4", "--save", "nowhere/plan.npz"],
         ["draw", "4x4", "-o", "nowhere/a.svg"],
         ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
-        ["compare", "4x4", *PAID, "--plot", "nowhere/a.svg"],
         ["availability", "4x4", "-o", "nowhere/a.html"],
     ],
     ids=lambda words: words[0],

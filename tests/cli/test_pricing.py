@@ -1,7 +1,6 @@
 """What `meshmend plan` and `meshmend compare` say of time."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -75,15 +74,3 @@ def test_compare_on_a_full_mesh_has_no_second_mesh() -> None:
     facts = run_json("compare", "4x4", "--payload", "1MB")
     assert facts["full_mesh"] is None
     assert "holed" not in run("compare", "4x4", "--payload", "1MB")
-
-
-@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
-def test_plot_is_drawn(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.cli.compare.PAYLOADS", (1e3, 1e6, 1e10))  # all that are drawn take a while to plan
-    target = tmp_path / f"times.{suffix}"
-    run("compare", "2x4", "--fail", "2x2@0,0", "--payload", "1MB", "--plot", target)
-    assert target.stat().st_size > 10_000
-    if suffix == "svg":
-        text = target.read_text()
-        for word in ("2x4 minus 2x2@0,0", "bound", "row-pairs", "two-color, full mesh", "10 GB"):
-            assert f"<!-- {word}" in text

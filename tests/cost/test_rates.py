@@ -2,111 +2,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
-import networkx as nx
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from meshmend import Collective, plan
 from meshmend.cost import bound, busiest_link_load, predict
-from meshmend.cost.cuts import cable_widths, narrowest_cut, narrowest_partition
 from meshmend.planning import Hamiltonian
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
-from partitions import partitions
-from strategies import tear
-
-
-def torn(rng: np.random.Generator, max_chips: int) -> Mesh:
-    """A random mesh or torus of one or two axes that may have lost chips and cables, of at least two chips."""
-    while True:
-        shape = tuple(int(n) for n in rng.integers(1, 7, rng.integers(1, 3)))
-        if 2 <= np.prod(shape) <= max_chips:
-            wrap = tuple(bool(w) for w in rng.random(len(shape)) < 0.4)
-            mesh = tear(shape, wrap, float(rng.choice([0, 0.2])), float(rng.choice([0, 0.2])), int(rng.integers(2**31)))
-            if mesh.n_chips > 1:
-                return mesh
-
-
-def slowed(mesh: Mesh, rng: np.random.Generator, most: int = 6) -> Mesh:
-    """The mesh with a random rational rate on about half of its cables."""
-    rates = {}
-    for a, b in mesh.cables.tolist():
-        if rng.random() < 0.5:
-            whole = int(rng.integers(1, most + 1))
-            rates[mesh.chip(a), mesh.chip(b)] = Fraction(int(rng.integers(1, whole + 1)), whole)
-    return Mesh(mesh.shape, wrap=mesh.wrap, failed=mesh.holes, failed_cables=mesh.failed_cables, cable_rates=rates)
-
-
-def rate_between(mesh: Mesh, labels: NDArray[np.generic]) -> Fraction:
-    """The sum of the rates of the cables between parts, by the description of the mesh alone."""
-    total = Fraction(0)
-    for a, b in mesh.cables.tolist():
-        if labels[a] != labels[b]:
-            first, second = sorted((mesh.chip(a), mesh.chip(b)))
-            total += mesh.cable_rates.get((first, second), Fraction(1))
-    return total
-
-
-def best_of_all_partitions(mesh: Mesh) -> Fraction:
-    labels = partitions(mesh.n_chips)[1:]
-    width, unit = cable_widths(mesh)
-    between = sum((labels[:, a] != labels[:, b]) * w for (a, b), w in zip(mesh.cables.tolist(), width, strict=True))
-    extra = labels.max(axis=1).astype(np.int64)
-    best = int(np.argmax(extra / between))
-    found = Fraction(int(extra[best]) * unit, int(np.asarray(between)[best]))
-    assert found == Fraction(int(extra[best])) / rate_between(mesh, labels[best])
-    return found
-
-
-def best_of_all_cuts(mesh: Mesh, shares: list[int]) -> Fraction:
-    best = Fraction(0)
-    for number in range(1, 2**mesh.n_chips - 1):
-        inside = (number >> np.arange(mesh.n_chips)) & 1 == 1
-        lacking = sum(share for share, here in zip(shares, inside.tolist(), strict=True) if not here)
-        best = max(best, Fraction(lacking) / rate_between(mesh, inside))
-    return best
-
-
-@pytest.mark.parametrize(("n", "chips", "most"), [(60, 8, 6), pytest.param(400, 10, 12, marks=pytest.mark.slow)])
-def test_partitions_against_brute_force(n: int, chips: int, most: int) -> None:
-    rng = np.random.default_rng(n)
-    for _ in range(n):
-        mesh = slowed(torn(rng, max_chips=chips), rng, most)
-        labels = narrowest_partition(mesh)
-        assert Fraction(int(labels.max())) / rate_between(mesh, labels) == best_of_all_partitions(mesh)
-        assert bound(mesh).units == pytest.approx(float(best_of_all_partitions(mesh)), rel=1e-12)
-        assert bound(mesh).is_exact
-
-
-def test_cuts_against_brute_force() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(40):
-        mesh = slowed(torn(rng, max_chips=7), rng)
-        for shares in ([1] * mesh.n_chips, [1, *rng.integers(0, 4, mesh.n_chips - 1).tolist()]):
-            cut = narrowest_cut(mesh, shares)
-            assert cut is not None
-            lacking = sum(share for share, here in zip(shares, cut.tolist(), strict=True) if not here)
-            best = best_of_all_cuts(mesh, shares)
-            assert Fraction(lacking) / rate_between(mesh, cut) == best
-            found = bound(mesh, collective=Collective.ALL_GATHER, shares=tuple(shares))
-            assert found.units == pytest.approx(float(best / sum(shares)), rel=1e-12)
-
-
-def test_every_chip_can_get_what_it_lacks_in_time() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(10):
-        mesh = slowed(torn(rng, max_chips=30), rng)
-        time = Fraction(bound(mesh, collective=Collective.ALL_GATHER).units * mesh.n_chips).limit_denominator(10**6)
-        graph: nx.DiGraph[int | str] = nx.DiGraph()
-        for (a, b), rate in zip(mesh.cables.tolist(), mesh.rates.tolist(), strict=True):
-            for ends in ((a, b), (b, a)):
-                graph.add_edge(*ends, capacity=rate * float(time))
-        graph.add_edges_from((("source", rank) for rank in range(mesh.n_chips)), capacity=1.0)
-        for rank in range(mesh.n_chips):
-            assert nx.maximum_flow_value(graph, "source", rank) == pytest.approx(mesh.n_chips, rel=1e-6)
 
 
 def test_rates_of_one_change_nothing_and_slower_cables_never_help() -> None:

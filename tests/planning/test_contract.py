@@ -34,6 +34,7 @@ from meshmend.planning import (
 )
 from meshmend.planning.auto import CHOICES, OTHERS, Candidates
 from meshmend.planning.base import MAX_TRANSFERS
+from meshmend.planning.latency.sites import lay_out
 from meshmend.planning.weave.planner import TRANSFER_SECONDS
 from meshmend.schedule import Collective, Op, Schedule
 from strategies import cut_block_meshes, meshes
@@ -90,7 +91,7 @@ def check(mesh: Mesh, planner: Planner) -> bool:
 ANY_PLANNER = st.one_of(
     st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
-    st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Weave, st.one_of(st.none(), st.integers(1, 40)), lag=st.sampled_from([0, 0, 1, 5])),
     st.builds(Latency, st.integers(0, 4), st.sampled_from([1, 2])),
     st.builds(Gather, st.integers(1, 40), st.sampled_from([*Collective])),
 )
@@ -109,6 +110,24 @@ def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
 def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:
     mesh = data.draw(st.one_of(cut_block_meshes(), meshes(max_side=6)))
     check(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "hole", "planner"),
+    [
+        ("8x8", "2x2@2,2", Weave(64)),
+        ("5x6", "1,1", Weave(80, trees=8, budget_s=0.2)),
+        ("4x4x3", "0,0,0", Weave(60, lag=2)),
+        ("5x7", "2,2", Latency(2, 2)),
+        ("8x8", "3x1@0,3", Gather(120)),
+    ],
+    ids=str,
+)
+def test_every_host_comes_to_the_same_plan(shape: str, hole: str, planner: Planner) -> None:
+    lay_out.cache_clear()
+    first = planner.plan(Mesh(shape, failed=[hole]))
+    lay_out.cache_clear()
+    assert planner.plan(Mesh(shape, failed=[hole])) == first
 
 
 def test_every_two_failed_cables_of_a_small_mesh() -> None:

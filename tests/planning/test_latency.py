@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from meshmend import Mesh, PlanError, plan, predict, verify
 from meshmend.cost import StepDemand, find_hardware
-from meshmend.errors import LoweringError, ParameterError, ScheduleError
-from meshmend.planning import Auto, Latency, Weave
+from meshmend.errors import ParameterError, ScheduleError
+from meshmend.planning import Auto, Latency
 from meshmend.planning.latency.sites import _splits, lay_out
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from strategies import meshes
@@ -115,7 +115,9 @@ def test_auto_leaves_it_where_slow_cables_make_it_slower() -> None:
 
 def test_between_neighbours_only_another_is_taken() -> None:
     mesh = Mesh("4x6", failed=["2x2@0,2"])
-    with pytest.raises(LoweringError):
+    with pytest.raises(
+        PlanError, match=r"latency cannot plan .* sends to chips that are not neighbours. Plan with weave"
+    ):
         plan(mesh, "latency", neighbours_only=True)
     taken = plan(mesh, payload_bytes=4e3, hardware=XLA, neighbours_only=True)
     assert not taken.planner.startswith("latency")
@@ -134,7 +136,7 @@ def test_it_has_no_halves_and_says_so() -> None:
 
 def test_too_many_chips_are_refused_at_once() -> None:
     with pytest.raises(
-        PlanError, match="latency cannot plan for 1x5000: it serves at most 2,048 chips, and 5,000 surv"
+        PlanError, match=r"latency cannot plan for 1x5000: it serves at most 2,048 chips, and 5,000 surv"
     ):
         plan(Mesh("1x5000"), "latency")
 
@@ -144,14 +146,6 @@ def test_parameters_that_make_no_sense() -> None:
         Latency(parts=3)
     with pytest.raises(ParameterError, match="halvings is -1, expected a whole number"):
         Latency(halvings=-1)
-
-
-def test_the_same_mesh_gives_the_same_plan() -> None:
-    mesh = Mesh("7x9", failed=["2x3@2,4"])
-    one = Latency(1, 2).plan(mesh)
-    lay_out.cache_clear()
-    assert Latency(1, 2).plan(mesh) == one
-    assert one.n_transfers < Weave().n_transfers(mesh)
 
 
 @pytest.mark.parametrize("shape", ["1x2", "2x2", "4x8", "2x4x4"])

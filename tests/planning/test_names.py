@@ -21,7 +21,7 @@ HOLED = Mesh("4x8", failed=["2x2@0,2"])
     [
         ("row-pairs", "row-pairs", {}),
         ("row-pairs:segments=2,orientation=columns", "row-pairs", {"segments": 2, "orientation": "columns"}),
-        ("weave:chunks=16,trees=4,lag=1,owners=none", "weave", {"chunks": 16, "trees": 4, "lag": 1, "owners": "none"}),
+        ("weave:chunks=16,trees=4,lag=1,owners=any", "weave", {"chunks": 16, "trees": 4, "lag": 1, "owners": "any"}),
         ("weave:budget_s=0.5", "weave", {"budget_s": 0.5}),
         ("latency:halvings=1, parts=2", "latency", {"halvings": 1, "parts": 2}),
         ("gather:lag=2", "gather", {"lag": 2}),

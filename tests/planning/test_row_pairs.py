@@ -64,11 +64,6 @@ def can_be_served_by(mesh: Mesh, orientation: str) -> bool:
     return can_be_served(mesh) and bool(live.all(axis=1 if orientation == "rows" else 0).any())
 
 
-def test_odd_full_meshes_with_an_even_side() -> None:
-    assert_all_reduces(plan(Mesh("4x5"), "row-pairs"))
-    assert_all_reduces(plan(Mesh("5x4"), "row-pairs"))
-
-
 def test_load_of_every_link_on_the_full_mesh_is_what_section_2_1_implies() -> None:
     n = 32
     mesh = Mesh((n, n))

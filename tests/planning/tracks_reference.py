@@ -46,7 +46,6 @@ class Placement(NamedTuple):
     extent: int
     cost: float
     n_parts: int
-    swap_at: int | None
 
 
 class Reference:
@@ -70,16 +69,16 @@ class Reference:
         """Take the tracks of a tree."""
         self.taken |= {(hop.line, hop.way, hop.link, self.track(hop.way, hop.link, hop.step)) for hop in placement.hops}
 
-    def place(self, tree: TreeRuns, limit: int, swap: bool) -> Placement | None:
+    def place(self, tree: TreeRuns, limit: int) -> Placement | None:
         """Return the cheapest placement of a tree among the phases that are tried."""
         best: Placement | None = None
         n_tried = 0
         for k in range(self.period):
             phase = (k + 1) // 2 if k % 2 else -(k // 2)
-            found = Growth(self, tree, phase, limit, swap).placement
+            found = Growth(self, tree, phase, limit).placement
             if found is None:
                 continue
-            if best is not None and LATE * (found.extent - limit) > best.cost and found.n_parts > swap:
+            if best is not None and LATE * (found.extent - limit) > best.cost and found.n_parts:
                 continue  # it was given up on the way, and does not count as tried
             best = found if best is None or found.cost < best.cost else best
             n_tried += 1
@@ -91,7 +90,7 @@ class Reference:
 class Growth:
     """A tree that is placed at a phase, run by run. `placement` is None if a run finds no track."""
 
-    def __init__(self, taken: Reference, tree: TreeRuns, phase: int, limit: int, swap: bool) -> None:
+    def __init__(self, taken: Reference, tree: TreeRuns, phase: int, limit: int) -> None:
         self.taken, self.tree, self.limit = taken, tree, limit
         self.sends, self.comes = {tree.root: phase + 1}, {tree.root: phase}
         """Of each chip that has its place: when it sends its sum, and when its copy comes."""
@@ -100,12 +99,6 @@ class Growth:
         self.extent, self.waited, self.n_parts = 0, 0, 0
         queue = [(run.depth, number, run) for number, run in enumerate(tree.runs)]
         n_runs, is_placed = len(queue), True
-        if swap:
-            del queue[tree.middle]
-            rests = self.swap(tree.runs[tree.middle], phase)
-            is_placed = rests is not None
-            queue += [(rest.depth, n_runs + k, rest) for k, rest in enumerate(rests or [])]
-            n_runs += len(rests or [])
         while queue and is_placed:
             queue.sort(key=lambda entry: entry[:2])
             _, _, run = queue.pop(0)
@@ -117,7 +110,7 @@ class Growth:
         self.placement: Placement | None = None
         if is_placed:
             cost = LATE * max(self.extent - limit, 0) + self.waited / self.n_parts
-            self.placement = Placement(self.hops, self.extent, cost, self.n_parts, phase if swap else None)
+            self.placement = Placement(self.hops, self.extent, cost, self.n_parts)
 
     def fit(self, run: TreeRun) -> TreeRun | None:
         """Return the longest part of a run round its top that has a free track in both directions."""
@@ -187,41 +180,6 @@ class Growth:
                 self.arrivals[chips[position]].add(self.sends[chips[position]] - 1)
         return True
 
-    def swap(self, run: TreeRun, phase: int) -> list[TreeRun] | None:
-        """Let the two chips of the middle cable exchange sums in step `phase`; return what is left of their run."""
-        taken, chips = self.taken, self.taken.lines.chips[run.line]
-        ends = [p for p in range(run.low, run.high + 1) if chips[p] in (self.tree.root, self.tree.partner)]
-        middle = min(ends)
-        tracks = taken.track(UP, middle, phase), taken.track(BACK, middle, phase)
-
-        def is_free(link: int) -> bool:
-            return all((run.line, way, link, tracks[way]) not in taken.taken for way in (UP, BACK))
-
-        if not is_free(middle):
-            return None
-        low, high = middle, middle + 1
-        while low > run.low and is_free(low - 1):
-            low -= 1
-        while high < run.high and is_free(high):
-            high += 1
-        for link in range(low, high):
-            # Straight through, in both directions: sums up to the middle cable and over it, copies from there on.
-            for way, step in ((UP, phase + link - middle), (BACK, phase + middle - link)):
-                chip, up = chips[link if link < middle else link + 1], step < phase
-                if link == middle:
-                    sender = chips[link if way == UP else link + 1]
-                    chip, up = self.tree.partner, sender == self.tree.partner
-                self.hops.append(Hop(run.line, way, link, step, chip, up=up))
-                (self.sends if up else self.comes)[chip] = step
-        for chip in (self.tree.root, self.tree.partner):
-            self.sends[chip] = self.comes[chip] = phase
-        for position in range(low + 1, high):
-            self.arrivals[chips[position]].add(self.sends[chips[position]] - 1)
-        self.extent = max(middle - low, high - middle - 1) + abs(phase)
-        self.n_parts += 1
-        part = replace(run, low=low, high=high, top=middle)
-        return cut(self.tree, run, part, chips)
-
 
 def cut(tree: TreeRuns, run: TreeRun, part: TreeRun, chips: list[int]) -> list[TreeRun]:
     """Return what is left of a run on both sides of a part, as runs that hang below it."""
@@ -230,12 +188,12 @@ def cut(tree: TreeRuns, run: TreeRun, part: TreeRun, chips: list[int]) -> list[T
 
 
 def place_all(
-    lines: MeshLines, trees: Sequence[TreeRuns], order: Sequence[int], period: int, limit: int, swap: bool
+    lines: MeshLines, trees: Sequence[TreeRuns], order: Sequence[int], period: int, limit: int
 ) -> dict[int, Placement]:
     """Return a placement of each tree, taken in this order."""
     taken, found = Reference(lines, period), dict[int, Placement]()
     for number in order:
-        placement = taken.place(trees[number], limit, swap) or taken.place(trees[number], limit, swap=False)
+        placement = taken.place(trees[number], limit)
         assert placement is not None, "a tree finds no track although its cables have room"
         taken.add(placement)
         found[number] = placement

@@ -109,37 +109,6 @@ def test_weave_is_updated_on_any_survivors() -> None:
             assert_updates(mm.plan(mesh, "weave", chunks=7, collective=WITH_UPDATE))
 
 
-HOLES = [
-    f"{h}x{w}@{r},{c}" for h, w in ((2, 2), (4, 2), (2, 4)) for r in range(9 - h) for c in range(9 - w)
-]  # every place of a board and of a host of eight chips on 8x8
-
-
-@pytest.mark.parametrize("hole", HOLES[::17])
-def test_weave_is_updated_round_some_holes(hole: str) -> None:
-    assert_updates(mm.plan(Mesh("8x8", failed=[hole]), "weave", chunks=64, collective=WITH_UPDATE))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hole", HOLES)
-def test_every_planner_is_updated_round_every_hole(hole: str) -> None:
-    mesh = Mesh("8x8", failed=[hole])
-    for planner in ("weave", "hamiltonian", "row-pairs"):
-        try:
-            schedule = mm.plan(mesh, planner, collective=WITH_UPDATE)
-        except PlanError:
-            assert planner != "weave"
-        else:
-            assert_updates(schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
-def test_weave_is_updated_on_random_survivors_of_larger_meshes(seed: int) -> None:
-    mesh = tear((8, 8), (seed % 3 == 0, seed % 4 == 0), 0.15, 0.05, seed)
-    if mesh.is_connected:
-        assert_updates(mm.plan(mesh, "weave", chunks=96, collective=WITH_UPDATE))
-
-
 def test_repeats_are_updated_as_their_template_does() -> None:
     template = mm.plan(Mesh("3x3"), "weave", chunks=4)
     repeated = with_update(template.repeated(5, period=3))

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 import meshmend.numpy as mmn
 from counting import is_right
 from meshmend import Collective, Schedule, verify
-from meshmend.errors import LoweringError
-from meshmend.schedule.neighbour_hops import neighbour_hops
 from random_schedules import random_schedule
 
 SEEDS = [
@@ -90,21 +88,3 @@ def test_the_reference_engine_sums_them_exactly(seeds: range) -> None:
         schedule = random_schedule(seed)
         payload = payload_of(schedule, seed)
         check_result(schedule, payload, mmn.run(schedule, payload))
-
-
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_their_neighbour_form_is_equal_or_refused(seeds: range) -> None:
-    outcomes: Counter[str] = Counter()
-    for seed in seeds:
-        schedule = random_schedule(seed)
-        try:
-            lowered = neighbour_hops(schedule)
-        except LoweringError:
-            outcomes["refused"] += 1
-            continue
-        assert (schedule.mesh.link(lowered.src, lowered.dst) >= 0).all()
-        assert is_right(lowered), seed
-        payload = payload_of(schedule, seed)
-        check_result(schedule, payload, mmn.run(lowered, payload))
-        outcomes["as it was" if lowered is schedule else "lowered"] += 1
-    assert outcomes["lowered"] >= len(seeds) // 20, outcomes

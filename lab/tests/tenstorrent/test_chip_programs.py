@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from meshmend.errors import LoweringError, MachineError
+from meshmend.errors import MachineError, ScheduleError
 from meshmend.machines import Machine
 from meshmend.planning import Planner, Weave, plan
 from meshmend.schedule import Collective
@@ -197,9 +197,9 @@ def test_the_schema_refuses_other_files(change: dict[str, Any]) -> None:
 def test_what_has_no_programs_is_refused_with_its_remedy() -> None:
     machine = machine_without("galaxy", [9])
     far = plan(machine.mesh, "latency")
-    with pytest.raises(LoweringError, match=r"Step \d+ sends from .* not neighbours. Plan with --neighbours-only"):
+    with pytest.raises(ScheduleError, match=r"Step \d+ sends from .* not neighbours. Plan with --neighbours-only"):
         chip_programs(far, machine)
-    with pytest.raises(LoweringError, match="is for reduce-scatter; programs are written for an all-reduce"):
+    with pytest.raises(ScheduleError, match="is for reduce-scatter; programs are written for an all-reduce"):
         chip_programs(plan(machine.mesh, "gather", collective=Collective.REDUCE_SCATTER), machine)
     with pytest.raises(MachineError, match=r"the plan is for 4x8\. Plan with --machine hurt"):
         chip_programs(plan(Mesh("4x8"), Weave(chunks=1)), machine)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from meshmend.cli.common import forecast_facts, mesh_facts, print_json
 from meshmend.cli.options import (
@@ -18,14 +17,11 @@ from meshmend.cli.options import (
     given_options,
     is_file,
     load_plan,
-    option,
 )
-from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.planning.compare import COLUMNS, Comparison, PlannerResult, compare
-from meshmend.planning.plot import PAYLOADS, plot
 from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
@@ -42,18 +38,14 @@ def command(
     collective: CollectiveOption = Collective.ALL_REDUCE,
     payload: PayloadOption,
     price: PriceOptions,
-    plot_to: Annotated[
-        Path | None, option("--plot", "F", "Plot of time against payload, 1 KB to 10 GB: .png, .svg.")
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare every planner that can serve a mesh, and the same on the full mesh, with its slow cables.
 
     A saved plan is proven, and compared with the planners for its collective on its mesh.
 
-    Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
+    Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
-    check_plot("--plot", plot_to)
     saved = None
     if plan_of is not None and is_file(plan_of):
         saved = load_plan(plan_of, *given_options(holes, machine, collective=collective))
@@ -61,8 +53,6 @@ def command(
     mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
     chosen = price.read_hardware(machine)
     payload_bytes, how = parse_bytes(payload), price.read_mode()
-    payloads = PAYLOADS if plot_to is not None else ()
-
     with working(f"planning {mesh}", json) as tell:
 
         def compared(one: Mesh) -> Comparison:
@@ -72,15 +62,12 @@ def command(
                 chosen,
                 collective=wanted,
                 mode=how,
-                payloads=payloads,
                 on_planner=lambda name: tell(f"{name} on {one}"),
                 saved=saved if one is mesh else None,
             )
 
         this = compared(mesh)
         full = None if mesh.is_full else compared(mesh.whole)
-    if plot_to is not None:
-        plot(this, full, plot_to)
     facts: dict[str, Any] = {
         "collective": str(wanted),
         "payload_bytes": payload_bytes,
@@ -93,8 +80,6 @@ def command(
         print_json(facts)
         return
     _show(this, facts["mesh"], facts["full_mesh"])
-    if plot_to is not None:
-        print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:

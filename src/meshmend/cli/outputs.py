@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmend.errors import ParameterError
-from meshmend.extras import require
 
 SCHEDULES = (".npz", ".txt")
-PLOTS = (".png", ".svg", ".pdf")
 
 
 def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
@@ -28,13 +26,6 @@ def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) ->
             raise ParameterError(f"{option} {path}: this file is not writable.")
         return
     check_folder(option, path.parent, make=False)
-
-
-def check_plot(option: str, path: Path | None) -> None:
-    """Raise an error if a plot cannot be drawn, or not to `path`."""
-    if path is not None:
-        check_output(option, path, PLOTS)
-        require("matplotlib", needed_for="Plotting", extra="draw")
 
 
 def check_folder(option: str, folder: Path, *, make: bool) -> None:

@@ -22,13 +22,13 @@ from meshmend.cli.options import (
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, working
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
-from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
-from meshmend.errors import CacheWarning, LoweringError, MeshError, ParameterError, PlanError
+from meshmend.errors import CacheWarning, MeshError, ParameterError, PlanError
 from meshmend.planning import Auto, PlanCache, StepDemands, Workload
 from meshmend.planning.cache import PREPARED_BUDGET_S
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective
+from meshmend.schedule.lanes import MAX_UNROLLED
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
 WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_UPDATE.value, Collective.ALL_GATHER.value)
@@ -83,7 +83,7 @@ def command(
                     refused[str(lost or "nothing")] = " ".join(unkept)
                 else:
                     ready += 1
-            except (LoweringError, MeshError, PlanError) as error:
+            except (MeshError, PlanError) as error:
                 refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
             tell(advance=1)
     seconds = time.perf_counter() - started

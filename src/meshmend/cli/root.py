@@ -38,7 +38,7 @@ PANELS = {
     "This host": "--host-index --address --domain",
     "Restarts": "--kill --restarts --start-over --state-wait --cold",
     "Server": "--listen --open",
-    "Output": "--output --save --plot --name --metrics --json --help",
+    "Output": "--output --save --name --metrics --json --help",
 }
 """Options by what they are about, which is the same in every command. All others are in the panel that typer has."""
 

@@ -92,13 +92,12 @@ def predict(
     hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
-    demand: StepDemand | None = None,
 ) -> Forecast:
     """Predict how long `schedule` takes for `payload_bytes` per chip on `hardware` (a preset's name, or your own).
 
     Lock-step engines wait for each other after every step, so a step lasts as long as its busiest link.
-    Asynchronous ones wait only for their data and their links. To predict many payloads, make the
-    schedule's demand once and pass it, or ask it for `demand.seconds(payload_bytes, hardware)` alone.
+    Asynchronous ones wait only for their data and their links. To price many payloads in lock-step, make the schedule's
+    `StepDemand` once, and ask it for `seconds(payload_bytes, hardware)`.
 
     >>> from meshmend import Mesh, plan
     >>> print(predict(plan(Mesh("4x4"), "hamiltonian"), 1e9, "ideal"))
@@ -109,12 +108,7 @@ def predict(
     if mode not in MODES:
         raise ParameterError(f"mode is {mode!r}, expected one of: {', '.join(MODES)}.")
     chosen = find_hardware(hardware)
-    if demand is not None and demand.schedule is not schedule and demand.schedule != schedule:
-        raise ParameterError(
-            f"The demand is of another schedule, {demand.schedule!r}, expected one of {schedule!r}. "
-            f"Make it with StepDemand(schedule), or leave it out."
-        )
-    known = demand or StepDemand(schedule)
+    known = StepDemand(schedule)
     phases_of = _lock_step_phases if mode == "lock-step" else _asynchronous_phases
     by_phase = phases_of(known, payload_bytes, chosen)
     seconds = sum(by_phase.values())

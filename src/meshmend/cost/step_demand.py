@@ -83,10 +83,6 @@ class StepDemand:
         """Return the lock-step time of the whole schedule."""
         return hardware.start_s + float((self._step_seconds(payload_bytes, hardware) * self._times).sum())
 
-    def starting_seconds(self, hardware: Hardware) -> float:
-        """Return the part of that time that no byte takes: the start, and what steps and messages cost to begin."""
-        return hardware.start_s + float((self._beginning(hardware) * self._times).sum())
-
     def phase_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return the part of each phase in that time: a step's is shared by the chunks that it moves for each."""
         seconds = self._step_seconds(payload_bytes, hardware) * self._times

@@ -5,9 +5,6 @@
 Making a schedule takes longer than pricing it, so a planner gives a lower bound of its schedule's cost beforehand
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
-
-A schedule inside a loop body runs beside computing (`overlap_s`). What counts is then the time that still shows:
-few steps are worth more than full links, so that planners are also asked for fewer chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import ClassVar, Self, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.cost.hardware import MODES, Mode, Network
-from meshmend.cost.overlap import check_overlap, exposed_seconds, shown
+from meshmend.cost.predict import asynchronous_seconds
 from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import Floor, Planner, Unsupported
@@ -40,7 +37,7 @@ CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave, La
 OTHERS: tuple[type[Planner], ...] = (Gather,)
 """The planners of reduce-scatters and all-gathers."""
 FEWER_CHUNKS = 13
-"""How often the number of chunks that is best without computing beside it is divided by the square root of two."""
+"""How often the number of chunks that would fill links is divided by the square root of two."""
 
 OTHER_COSTS = (1 / 16, 1 / 4, 4.0, 16.0)
 """Where what a step costs depends on the plan, planners are also asked as if it cost so many times as much."""
@@ -75,7 +72,6 @@ class AutoPlanner(Planner):
 
     payload_bytes: float
     hardware: str | Hardware
-    overlap_s: float
     mode: Mode
     _known: ClassVar[Candidates | None] = None
     """The candidates for the mesh that this planner was admitted for; only what `admit` returns has any."""
@@ -88,7 +84,6 @@ class AutoPlanner(Planner):
         if not is_number or not 0 < self.payload_bytes < float("inf"):
             raise ParameterError(f"payload_bytes is {self.payload_bytes!r}, expected a positive number of bytes.")
         object.__setattr__(self, "payload_bytes", float(self.payload_bytes))
-        object.__setattr__(self, "overlap_s", check_overlap(self.overlap_s))
 
     @abstractmethod
     def candidates_for(self, mesh: Mesh) -> Candidates:
@@ -98,13 +93,13 @@ class AutoPlanner(Planner):
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
         hardware = find_hardware(self.hardware)
-        return self._candidates(mesh).choose(self.payload_bytes, hardware, self.overlap_s, self.mode)
+        return self._candidates(mesh).choose(self.payload_bytes, hardware, self.mode)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
         hardware = find_hardware(self.hardware)
-        variants = self._candidates(mesh).variants(self.payload_bytes, hardware, self.overlap_s, self.mode)
+        variants = self._candidates(mesh).variants(self.payload_bytes, hardware, self.mode)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -141,9 +136,6 @@ class Auto(AutoPlanner):
     `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
-    `overlap_s` is the computing that the schedule runs beside, as in the body of `mmj.fsdp.scan_layers`: the
-    fastest is then the one with the least exposed communication (`meshmend.cost.overlap`).
-
     `mode` is how the engine waits that will run the schedule. In "lock-step", as XLA's loops do, every step costs its
     latency. An "asynchronous" engine, as PyTorch's, waits for its data alone: then plans leave slack between a chunk's
     arrival and its being sent on, and links stay busy while latency passes.
@@ -162,7 +154,6 @@ class Auto(AutoPlanner):
     collective: Collective = Collective.ALL_REDUCE
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
-    overlap_s: float = 0.0
     mode: Mode = "lock-step"
 
     def __post_init__(self) -> None:
@@ -187,7 +178,6 @@ class Tuned(AutoPlanner):
     payload_bytes: float
     hardware: str | Hardware
     fixed: tuple[str, ...] = ()
-    overlap_s: float = 0.0
     mode: Mode = "lock-step"
 
     @property
@@ -242,7 +232,7 @@ class Candidates:
             except Unsupported as refusal:
                 self._refused.append(Candidate(planner, None, None, refusal.reason))
         self._made: dict[Planner, StepDemand] = {}
-        self._asked: dict[tuple[float, Hardware, float, Mode], list[Planner]] = {}
+        self._asked: dict[tuple[float, Hardware, Mode], list[Planner]] = {}
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -253,36 +243,31 @@ class Candidates:
             return self._refused[0].unsupported_reason
         return " ".join(f"{candidate.planner.name}: {candidate.unsupported_reason}" for candidate in self._refused)
 
-    def variants(
-        self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0, mode: Mode = "lock-step"
-    ) -> list[Planner]:
-        """Return the planners that can serve the mesh, each with every set of parameters that is worth trying.
-
-        Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
-        """
-        asked = (payload_bytes, hardware, overlap_s, mode)
+    def variants(self, payload_bytes: float, hardware: Hardware, mode: Mode = "lock-step") -> list[Planner]:
+        """Return the planners that can serve the mesh, each with every set of parameters that is worth trying."""
+        asked = (payload_bytes, hardware, mode)
         if asked not in self._asked:
             self._asked[asked] = (
                 self._slack_variants(payload_bytes, hardware)
                 if mode == "asynchronous"
-                else self._step_variants(payload_bytes, hardware, overlap_s)
+                else self._step_variants(payload_bytes, hardware)
             )
         return self._asked[asked]
 
-    def _step_variants(self, payload_bytes: float, hardware: Hardware, overlap_s: float) -> list[Planner]:
+    def _step_variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
         """Return those for an engine that waits for the end of each step."""
         messages: float = self.mesh.n_directions
         if hardware.shared_cores is not None:
             messages *= self.mesh.n_chips / hardware.shared_cores
         step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
-        costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if overlap_s else 1)]
+        costs = [step_cost]
         if hardware.network is Network.CORES:
             # Chunks fill no links there: a few keep all cores busy, however long the payload is.
-            costs = [cost * 2.0**i for cost in costs for i in range(FEWER_CHUNKS + 1)]
+            costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1)]
         elif hardware.message_s or hardware.network is Network.PAIRS:
             # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
-            costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
+            costs = [step_cost * factor for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
         for planner in self._able:
             asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self.mesh, cost))
@@ -305,15 +290,13 @@ class Candidates:
     def _keeps(self, variant: Planner, planner: Planner) -> bool:
         return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
 
-    def choose(
-        self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0, mode: Mode = "lock-step"
-    ) -> Choice:
-        """Return the fastest of the candidates, by the prediction for `mode`, or the one least exposed."""
+    def choose(self, payload_bytes: float, hardware: Hardware, mode: Mode = "lock-step") -> Choice:
+        """Return the fastest of the candidates, by the prediction for `mode`."""
         if self.unsupported_reason is not None:
             raise PlanError(Auto.name, str(self.mesh), self.unsupported_reason)
         floors = {
-            variant: _seconds(variant.floor(self.mesh), payload_bytes, hardware, overlap_s, mode)
-            for variant in self.variants(payload_bytes, hardware, overlap_s, mode)
+            variant: _floor_seconds(variant.floor(self.mesh), payload_bytes, hardware, mode)
+            for variant in self.variants(payload_bytes, hardware, mode)
         }
         times: dict[Planner, float] = {}
         fastest = float("inf")
@@ -323,7 +306,7 @@ class Candidates:
             if variant not in self._made:
                 ready = self._able.get(variant)
                 self._made[variant] = StepDemand(variant.plan(self.mesh) if ready is None else ready.make(self.mesh))
-            times[variant] = exposed_seconds(self._made[variant], payload_bytes, hardware, overlap_s, mode)
+            times[variant] = _time(self._made[variant], payload_bytes, hardware, mode)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])
         ruled_out = sorted((v for v in floors if v not in times), key=lambda variant: floors[variant])
@@ -331,7 +314,14 @@ class Candidates:
         return Choice(self._made[made[0]].schedule, made[0], fastest, (*ranked, *self._refused))
 
 
-def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: float, mode: Mode) -> float:
+def _time(demand: StepDemand, payload_bytes: float, hardware: Hardware, mode: Mode) -> float:
+    """Return how long a schedule takes."""
+    if mode == "asynchronous":
+        return asynchronous_seconds(demand, payload_bytes, hardware)
+    return demand.seconds(payload_bytes, hardware)
+
+
+def _floor_seconds(floor: Floor, payload_bytes: float, hardware: Hardware, mode: Mode) -> float:
     """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload.
 
     Chips share no links unless those are the mesh's cables, and what a chip can drive at once is all that limits it.
@@ -342,9 +332,9 @@ def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: 
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     if mode == "asynchronous":
-        return shown(hardware.start_s, moving, overlap_s)
+        return hardware.start_s + moving
     moving += floor.steps * hardware.hop_latency_s
     # A step has a message at least.
     message_s = hardware.message_s / (1 if hardware.shared_cores is None else CORES_PER_MESSAGE)
     starting = hardware.start_s + floor.steps * (hardware.step_latency_s + message_s)
-    return shown(starting, moving, overlap_s)
+    return starting + moving

@@ -172,3 +172,9 @@ def check_count(name: str, value: SupportsIndex) -> int:
     if count < 1:
         raise ParameterError(f"{name} is {value!r}, expected a whole number, 1 or more.")
     return count
+
+
+def is_between_neighbours(schedule: Schedule) -> bool:
+    """Say whether every transfer crosses one live cable."""
+    rows = schedule.template  # repeats send between the chips that the template does
+    return bool((schedule.mesh.link(rows.src, rows.dst) >= 0).all())

@@ -21,9 +21,8 @@ from typing import Any
 from meshmend.cost import Hardware
 from meshmend.errors import CacheWarning, MeshmendError, ScheduleFileError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
-from meshmend.planning.base import Planner
+from meshmend.planning.base import Planner, is_between_neighbours
 from meshmend.schedule import Schedule
-from meshmend.schedule.neighbour_hops import BY_HOPS
 from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh
@@ -120,13 +119,12 @@ def _mismatch(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_on
         return f"it is for {schedule.mesh}, expected {mesh}."
     if schedule.collective is not planner.collective:
         return f"its collective is {schedule.collective}, expected {planner.collective}."
-    # Repeats send between the chips that the template does; of a long schedule there may be too many to list.
-    if neighbours_only and not (mesh.link(schedule.template.src, schedule.template.dst) >= 0).all():
+    if neighbours_only and not is_between_neighbours(schedule):
         return "it has transfers between chips that are not neighbours."
     ours = [kind.name for kind in (*CHOICES, *OTHERS)]
     makers = ours if isinstance(planner, Auto) else [planner.name]
     # Only our own planners are known to put their name on their schedules.
-    if set(makers) <= set(ours) and schedule.planner.removesuffix(BY_HOPS if neighbours_only else "") not in makers:
+    if set(makers) <= set(ours) and schedule.planner not in makers:
         return f"{schedule.planner} made it, expected {' or '.join(makers)}."
     return None
 
@@ -135,7 +133,7 @@ def _parameters(planner: Planner) -> dict[str, Any]:
     """Return what a planner's plans depend on.
 
     That is the numbers of its hardware, not what it is called nor who is cited for them, so that a preset and a file
-    with the same numbers share their plans. What `Derived` keeps of plans that were made on the way changes no plan.
+    with the same numbers share their plans.
     """
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(planner):  # type: ignore[arg-type]  # planners are dataclasses
@@ -144,6 +142,6 @@ def _parameters(planner: Planner) -> dict[str, Any]:
             found[entry.name] = [value.name, _parameters(value)]
         elif isinstance(value, Hardware):
             found[entry.name] = value.priced
-        elif entry.name != "made":
+        else:
             found[entry.name] = value
     return found

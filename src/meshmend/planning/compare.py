@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, Mode, find_hardware
 from meshmend.cost.predict import Forecast, predict
-from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import PLANNERS, Auto, Planner, make_planner
-from meshmend.planning.auto import AutoPlanner
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
@@ -41,8 +38,7 @@ COLUMNS = (
 class PlannerResult:
     """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
 
-    `figures` holds what `COLUMNS` asks of its schedule, by key, and `sweep` its seconds for each payload that was asked
-    for besides.
+    `figures` holds what `COLUMNS` asks of its schedule, by key.
     """
 
     planner: str
@@ -52,7 +48,6 @@ class PlannerResult:
     forecast: Forecast | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
-    sweep: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class Comparison:
     hardware: Hardware
     payload_bytes: float
     mode: Mode
-    payloads: tuple[float, ...]
     entries: tuple[PlannerResult, ...]
 
     @property
@@ -81,16 +75,14 @@ def compare(
     *,
     collective: Collective = Collective.ALL_REDUCE,
     mode: Mode = "lock-step",
-    payloads: Sequence[float] = (),
     on_planner: Callable[[str], None] | None = None,
     saved: Schedule | None = None,
 ) -> Comparison:
     """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, each as `plan` would tune it for the payload.
 
-    The schedules are not proven here: nothing runs
-    them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
-    `saved` is a schedule of `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners
-    of all-reduces show the half that they make on the way.
+    The schedules are not proven here: nothing runs them. `on_planner` is called before each. `saved` is a schedule of
+    `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners of all-reduces show the
+    half that they make on the way.
 
     >>> found = compare(Mesh("4x4"), 1e6, "ideal")
     >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
@@ -104,20 +96,15 @@ def compare(
         if on_planner is not None:
             on_planner(name)
         planner = make_planner(name, collective=collective, payload_bytes=payload_bytes, hardware=chosen, mode=mode)
-        entries.append(price(planner, mesh, payload_bytes, chosen, mode, payloads))
+        entries.append(price(planner, mesh, payload_bytes, chosen, mode))
     if saved is not None:
-        entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
+        entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode))
     least = bound(mesh, links_at_once=chosen.links_at_once, collective=collective)
-    return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
+    return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(entries))
 
 
 def price(
-    planner: Planner,
-    mesh: Mesh,
-    payload_bytes: float,
-    hardware: Hardware,
-    mode: Mode = "lock-step",
-    payloads: Sequence[float] = (),
+    planner: Planner, mesh: Mesh, payload_bytes: float, hardware: Hardware, mode: Mode = "lock-step"
 ) -> PlannerResult:
     """Return one planner's row of a comparison."""
     unsupported_reason = planner.unsupported_reason(mesh)
@@ -125,33 +112,16 @@ def price(
         return PlannerResult(planner.name, unsupported_reason=unsupported_reason)
     started = time.perf_counter()
     schedule = planner.plan(mesh)
-    entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
-    if not isinstance(planner, AutoPlanner):
-        return entry
-    candidates = planner.candidates_for(mesh)
-    sweep = [candidates.choose(payload, hardware, mode=mode).seconds for payload in payloads]
-    return dataclasses.replace(entry, sweep=tuple(sweep))
+    return _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode)
 
 
 def _priced(
-    name: str,
-    schedule: Schedule,
-    plan_seconds: float,
-    payload_bytes: float,
-    hardware: Hardware,
-    mode: Mode,
-    payloads: Sequence[float],
+    name: str, schedule: Schedule, plan_seconds: float, payload_bytes: float, hardware: Hardware, mode: Mode
 ) -> PlannerResult:
-    demand = StepDemand(schedule)
-    if mode == "lock-step":
-        sweep = [demand.seconds(payload, hardware) for payload in payloads]
-    else:
-        sweep = [predict(schedule, payload, hardware, mode=mode, demand=demand).seconds for payload in payloads]
     return PlannerResult(
         name,
         taken=schedule.planner,
-        forecast=predict(schedule, payload_bytes, hardware, mode=mode, demand=demand),
+        forecast=predict(schedule, payload_bytes, hardware, mode=mode),
         figures={column.key: column.of(schedule) for column in COLUMNS},
         plan_seconds=plan_seconds,
-        sweep=tuple(sweep),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from meshmend.planning.base import Floor, Planner, Unsupported
@@ -25,8 +25,6 @@ _DERIVE: dict[Collective, Callable[[Schedule], Schedule]] = {
 class Derived(Planner):
     """What another planner makes, as another collective: the reductions of its all-reduce, the copies, or all of it.
 
-    Where several collectives are derived from the same all-reduce, `made` keeps it for all of them.
-
     >>> from meshmend.planning import Hamiltonian
     >>> Derived(Hamiltonian(), Collective.ALL_GATHER).plan(Mesh("4x4"))
     Schedule(hamiltonian all-gather on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
@@ -34,7 +32,6 @@ class Derived(Planner):
 
     planner: Planner
     collective: Collective
-    made: dict[tuple[Planner, Mesh], Schedule] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Who owns a chunk keeps a share of the optimizer's state: that is to be the same for all.
@@ -85,7 +82,4 @@ class Derived(Planner):
             raise Unsupported(reason)
 
     def _plan(self, mesh: Mesh) -> Schedule:
-        made = {} if self.made is None else self.made
-        if (self.planner, mesh) not in made:
-            made[self.planner, mesh] = self.planner.make(mesh)
-        return _DERIVE[self.collective](made[self.planner, mesh])
+        return _DERIVE[self.collective](self.planner.make(mesh))

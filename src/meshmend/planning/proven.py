@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import did_you_mean, split_settings
-from meshmend.errors import LoweringError, ParameterError, PlanError
+from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, AutoPlanner, Choice, Tuned, candidates
-from meshmend.planning.base import Planner, Unsupported
+from meshmend.planning.base import Planner, Unsupported, is_between_neighbours
 from meshmend.planning.cache import PREPARED_BUDGET_S, PlanCache
 from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
 from meshmend.planning.weave.planner import check_budget
 from meshmend.schedule import Collective, Schedule
-from meshmend.schedule.neighbour_hops import neighbour_hops
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
@@ -27,7 +27,7 @@ AnyPlanner = TypeVar("AnyPlanner", bound=Planner)
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
-TARGET = ("payload_bytes", "hardware", "overlap_s", "mode")
+TARGET = ("payload_bytes", "hardware", "mode")
 """What a planner's parameters are chosen for."""
 DEFAULT_PAYLOAD_BYTES = 1e8
 """What `plan` assumes where it is not told: for a first look. Whatever runs a plan says what it is for."""
@@ -47,10 +47,8 @@ def plan(
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords or in the name ("row-pairs:segments=2"), or a
     planner object. By default it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is
-    named takes these two as well, and then chooses those of its parameters that are not given. With `overlap_s`, the
-    seconds of computing that it runs beside in a loop body, it is the one with the least exposed communication.
-    `mode="asynchronous"` is for engines that wait for their data alone, as PyTorch's does, and not for the end of each
-    step.
+    named takes these two as well, and then chooses those of its parameters that are not given. `mode="asynchronous"` is
+    for engines that wait for their data alone, as PyTorch's does, and not for the end of each step.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
@@ -60,10 +58,9 @@ def plan(
     that `meshmend prepare` took its time for comes first), and one that is not is planned, proven and kept. A cache
     that cannot be used costs a `CacheWarning`, not the plan.
 
-    `neighbours_only=True` is for networks whose routers cannot route round the hole: a transfer over several cables
-    becomes hops from neighbour to neighbour, in more steps, and what comes of it is proven again, whatever `verify`
-    says. `LoweringError` says where a planner's schedule has no such form. Of planners that choose, the fastest whose
-    schedule has one is taken.
+    `neighbours_only=True` is for networks whose routers cannot route around the hole: every transfer is between
+    neighbours, as in all plans of "weave", "hamiltonian" and "gather". Of planners that choose, the fastest whose
+    schedule is like that is taken; another planner's schedule that is not is a `PlanError`.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
@@ -81,7 +78,7 @@ def plan(
             kept = cache.get(mesh, entry, neighbours_only=neighbours_only)
             if kept is not None:
                 return kept
-    schedule = _plan_hops(mesh, ready) if neighbours_only else ready.make(mesh)
+    schedule = _plan_between_neighbours(mesh, ready) if neighbours_only else ready.make(mesh)
     if verify or cache is not None:
         ensure_proven(schedule)
     if cache is not None:
@@ -155,30 +152,25 @@ def split_planner(text: str) -> tuple[str, dict[str, Any]]:
     return name, found
 
 
-def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
-    """Return the planner's schedule with hops between neighbours only; of a chooser, the fastest that has that form."""
-    ranked: list[Planner] = [planner]
+def _plan_between_neighbours(mesh: Mesh, planner: Planner) -> Schedule:
+    """Return the planner's schedule if it sends to neighbours only; of a chooser, the fastest that does."""
+    schedules: Iterable[Schedule]
     if isinstance(planner, AutoPlanner):
         choice = planner.choose(mesh)
-        ranked = [candidate.planner for candidate in choice.considered if candidate.unsupported_reason is None]
-        made = choice.schedule
+        others = [one.planner for one in choice.considered[1:] if one.unsupported_reason is None]
+        schedules = itertools.chain([choice.schedule], (other.plan(mesh) for other in others))
     else:
-        made = planner.make(mesh)
-    refused: list[LoweringError] = []
-    for one in ranked:
-        try:
-            return neighbour_hops(made if one is ranked[0] else one.plan(mesh))
-        except LoweringError as error:
-            refused.append(error)
-    first = refused[0]
-    raise LoweringError(
-        f"{first} Plan without neighbours_only and configure the routers for the hole, or plan with {Weave.name}, "
-        f"which sends to neighbours only.",
-        planner=first.planner,
-        step=first.step,
-        chip=first.chip,
-        chunk=first.chunk,
-    ) from first
+        schedules = [planner.make(mesh)]
+    for schedule in schedules:
+        if is_between_neighbours(schedule):
+            return schedule
+    raise PlanError(
+        planner.name,
+        str(mesh),
+        f"it sends to chips that are not neighbours. Plan with {Weave.name}, which sends to neighbours only, or "
+        f"configure the routers for the hole and plan without neighbours_only.",
+        alternatives=None,
+    )
 
 
 def read_collective(collective: str | Collective | None) -> Collective:

@@ -55,6 +55,9 @@ MERGE_COST = 0.01
 """Neighbouring stretches become one loop if that moves at most this fraction more: a loop costs compile time."""
 MIXED_COST = 1.25
 """What a move costs where some chips add and others replace, against a loop in which all do the same."""
+MAX_UNROLLED = 96
+"""Steps of a plan that are written out one by one inside a loop body, at most: the code grows with them. Computing runs
+beside those alone."""
 KEEP = 2
 """Besides `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and the chip keeps what it holds."""
 

@@ -28,7 +28,7 @@ def command(
 ) -> None:
     """Write what each device of a Tenstorrent machine does in a plan, as JSON for an engine of the machine.
 
-    The plan sends between neighbours only: `weave`, `hamiltonian`, or any planner with --neighbours-only.
+    The plan sends between neighbours only: `weave`, `hamiltonian`, or `auto` with --neighbours-only.
 
     Example: meshmend lab programs plan.npz --machine today.yaml --intended healthy.yaml -o programs.json
     """

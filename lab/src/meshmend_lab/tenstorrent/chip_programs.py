@@ -11,7 +11,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from meshmend.errors import LoweringError, MachineError, name_chip
+from meshmend.errors import MachineError, ScheduleError, name_chip
 from meshmend.machines import Machine
 from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.schedule import Schedule
@@ -29,7 +29,7 @@ def chip_programs(schedule: Schedule, machine: Machine) -> dict[str, Any]:
     """Return an all-reduce between neighbours as one program per device of a machine, ready to be written as JSON.
 
     The schedule is one for the machine's mesh, or for less of it; it is proven first. Raises `MachineError` if the
-    machine's description has no device numbers, and `LoweringError` if the schedule has no such form.
+    machine's description has no device numbers, and `ScheduleError` if the schedule has no such form.
 
     >>> import meshmend as mm
     >>> pair = mm.Mesh("1x2")
@@ -53,12 +53,9 @@ def chip_programs(schedule: Schedule, machine: Machine) -> dict[str, Any]:
     columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op)
     for step, src, dst, first, n, op in zip(*(column.tolist() for column in columns), strict=True):
         if dst not in toward[src]:
-            raise LoweringError(
+            raise ScheduleError(
                 f"Step {step} sends from {name_chip(mesh.chip(src))} to {name_chip(mesh.chip(dst))}, which are not "
-                f"neighbours. Plan with --neighbours-only, or with --planner weave.",
-                planner=schedule.planner,
-                step=step,
-                chip=mesh.chip(src),
+                f"neighbours. Plan with --neighbours-only, or with --planner weave."
             )
         run = {"first_chunk": first, "chunks": n}
         at(src, step)["sends"].append({"to": device[dst], "direction": toward[src][dst], **run})
@@ -128,14 +125,11 @@ def _check(schedule: Schedule, machine: Machine) -> None:
             got=str(mesh.n_axes),
         )
     if schedule.collective is not Collective.ALL_REDUCE:
-        raise LoweringError(
-            f"The plan is for {schedule.collective}; programs are written for an all-reduce.", planner=schedule.planner
-        )
+        raise ScheduleError(f"The plan is for {schedule.collective}; programs are written for an all-reduce.")
     if schedule.n_transfers > MOST_TRANSFERS:
-        raise LoweringError(
+        raise ScheduleError(
             f"The plan has {schedule.n_transfers:,} transfers; programs are written for at most {MOST_TRANSFERS:,}. "
-            "Plan with fewer chunks, as in --planner weave:chunks=64.",
-            planner=schedule.planner,
+            "Plan with fewer chunks, as in --planner weave:chunks=64."
         )
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshmend.cost import Hardware, between_tiles, find_hardware
-from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
@@ -29,6 +28,7 @@ from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
 from meshmend.schedule import Collective
+from meshmend.schedule.lanes import MAX_UNROLLED
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")

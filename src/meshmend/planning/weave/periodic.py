@@ -79,12 +79,9 @@ def _choice_seconds(mesh: Mesh) -> float:
 
 
 def make_template(
-    mesh: Mesh, n_trees: int, *, swap: bool, seconds: float, planner: str, phases: tuple[str, str]
+    mesh: Mesh, n_trees: int, *, seconds: float, planner: str, phases: tuple[str, str]
 ) -> tuple[Schedule, int]:
-    """Return a schedule of `n_trees` chunks and the period after which it can be repeated.
-
-    Every chunk goes up to its owner and comes down again; with `swap` two chips exchange halves where that fits.
-    """
+    """Return a schedule of `n_trees` chunks and the period after which it can be repeated."""
     wanted = least_period(mesh, n_trees)
     moves = max(20, int(PACKING_SHARE * seconds / (MOVE_SECONDS + mesh.n_chips * MOVE_SECONDS_PER_CHIP)))
     trees = pack(mesh, n_trees, wanted, moves)
@@ -95,7 +92,7 @@ def make_template(
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
     budget = int((1 - PACKING_SHARE) * seconds / _choice_seconds(mesh))
-    steps = find_tracks(lines, runs, period, swap=swap, budget=budget)
+    steps = find_tracks(lines, runs, period, budget=budget)
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
 
@@ -111,7 +108,6 @@ def _schedule(
     above = parent[tree, rank]
     step = np.concatenate([steps.up[tree, rank], steps.down[tree, rank]])
     step -= step.min()
-    comes_down = np.where(rank == steps.swapped[tree], Op.REDUCE, Op.COPY)
     phase = np.repeat([0, 1], len(tree))
     return Schedule(
         mesh,
@@ -120,7 +116,7 @@ def _schedule(
         src=np.concatenate([rank, above]),
         dst=np.concatenate([above, rank]),
         first_chunk=np.concatenate([tree, tree]),
-        op=np.concatenate([np.full(len(tree), Op.REDUCE), comes_down]),
+        op=np.repeat([Op.REDUCE, Op.COPY], len(tree)),
         phase=phase,
         phase_names=phases,
         owners=roots,

@@ -72,7 +72,7 @@ FEW_TREES = 256
 """How many different trees are grown at least, where there are as many chunks."""
 CHUNKS_PER_TREE = 4
 """How many chunks take the same tree, where there are many more of them."""
-Owners = Literal["even", "any", "none"]
+Owners = Literal["even", "any"]
 
 
 @final
@@ -91,8 +91,7 @@ class Weave(Planner):
 
     `owners` says what each chunk's owner is for. "even": every chip owns as many chunks, give or take one, as a sharded
     weight update wants; then nothing is repeated where planners are compared. "any": every chunk has one, which sums go
-    up to and copies come down from. "none": in a template the two chips in the middle of a tree exchange their halves,
-    which fills and drains in fewer steps; such an all-reduce cannot be split into a reduce-scatter and an all-gather.
+    up to and copies come down from.
 
     `budget_s` is how many CPU seconds planning may take, about: work is counted by what it took where it was measured,
     so that every host comes to the same plan.
@@ -197,11 +196,6 @@ class Weave(Planner):
                         found.append(replace(self, trees=trees, chunks=trees * parts * repeats, lag=parts - 1))
         return _within_budget(found, left_s, time, seconds)
 
-    @property
-    def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
-        """Whether every chunk has an owner where it is complete."""
-        return self.owners != "none"
-
     def with_even_owners(self) -> Weave:
         """Return this planner with even owners, unless a template or other owners were asked for."""
         return replace(self, owners="even") if self.owners == "any" and self.trees is None else self
@@ -278,7 +272,6 @@ class Weave(Planner):
             template, period = make_template(
                 mesh,
                 self.trees,
-                swap=self.owners == "none",
                 seconds=TEMPLATE_SHARE * self.budget_s,
                 planner=self.name,
                 phases=PHASES,

@@ -40,12 +40,10 @@ class TreeRuns:
     """One tree as runs, in order of the depth of their tops.
 
     `depth[rank]` is a chip's depth, `below[rank]` that of the deepest chip at or below it, `bends` the most bends
-    between a chip and the root. `partner` is the chip at the other end of the middle cable, in `runs[middle]`.
+    between a chip and the root.
     """
 
     root: int
-    partner: int
-    middle: int
     runs: tuple[TreeRun, ...]
     depth: list[int]
     below: list[int]
@@ -111,10 +109,7 @@ class MeshLines:
             found.append(TreeRun(top_depth, number, begin, end, where, tuple(sorted(joints[one]))))
         below = _below(parent, depth)
         root = int(np.flatnonzero(parent < 0)[0])
-        children = np.flatnonzero(parent == root)
-        partner = int(children[below[children].argmax()])
-        middle = int(np.flatnonzero(by_depth == run[cable_above[partner]])[0])
-        return TreeRuns(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(bends.max(initial=0)))
+        return TreeRuns(root, tuple(found), depth.tolist(), below.tolist(), int(bends.max(initial=0)))
 
 
 def _below(parent: NDArray[np.int32], depth: NDArray[np.int32]) -> Ints:

@@ -20,9 +20,6 @@ Trees are placed one after the other, each at the phase that suits it best. The 
 in the next attempt. How long that goes on is counted in runs that are given tracks, not timed: every host must find the
 same plan.
 
-With `swap` the two chips of a tree's middle cable exchange their halves in one step, so that both hold the sum at once:
-neither side waits for the other, and tracks run straight through. Such a chunk has no owner where it is complete.
-
 Read first the same rules in plain Python: `tests/planning/tracks_reference.py`, which the tests hold it to.
 """
 
@@ -52,14 +49,10 @@ gained."""
 
 @dataclass(frozen=True)
 class Steps:
-    """When each chip sends its sum up (row i: tree i) and when its copy comes down; steps may be negative.
-
-    `swapped[i]` is the chip whose sum and whose root's sum cross in one step in tree i, −1 where none does.
-    """
+    """When each chip sends its sum up (row i: tree i) and when its copy comes down; steps may be negative."""
 
     up: Ints
     down: Ints
-    swapped: Ints
 
 
 @dataclass(frozen=True)
@@ -87,15 +80,14 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Placement:
-    """A tree with its tracks; no transfer is more than `extent` steps from step 0. `swap_at` is when halves cross."""
+    """A tree with its tracks; no transfer is more than `extent` steps from step 0."""
 
     placed: tuple[_Placed, ...]
     extent: int
     cost: float
-    swap_at: int | None
 
 
-def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, budget: int) -> Steps:
+def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, budget: int) -> Steps:
     """Return steps for all trees, with as few from the first to the last as are found within the budget.
 
     The budget is how often the tracks of a run are chosen; the first attempt is always finished. No cable may be in
@@ -104,10 +96,10 @@ def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swa
     radius = np.array([max(tree.below) for tree in trees])
     hardness = 100.0 * np.array([tree.bends for tree in trees]) + radius
     # Where sums end at a root, waiting before a top and after it add up to about a period.
-    limit = int(radius.max()) + SLACK + (0 if swap else period // 2)
+    limit = int(radius.max()) + SLACK + period // 2
     chance = np.random.default_rng(0)
     taken = _Taken(lines, period)
-    best = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap)
+    best = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit)
     if not isinstance(best, list):
         raise AssertionError(f"tree {best} finds no track although its cables have room: this is a bug in meshmend")
     best_hardness = hardness
@@ -117,7 +109,7 @@ def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swa
         if budget <= 0 or int(extents.max()) <= limit:
             break
         taken = _Taken(lines, period, budget=budget)
-        found = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap, int(extents.max()))
+        found = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, int(extents.max()))
         if found is None:
             break
         if isinstance(found, int):
@@ -127,18 +119,16 @@ def find_tracks(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swa
         else:
             best, best_hardness = found, hardness
             hardness = 0.5 * hardness + np.array([placement.extent for placement in found])
-    return _steps(lines, trees, best)
+    return _steps(lines, best)
 
 
 def _attempt(
-    taken: _Taken, trees: Sequence[TreeRuns], order: Ints, limit: int, swap: bool, least: int | None = None
+    taken: _Taken, trees: Sequence[TreeRuns], order: Ints, limit: int, least: int | None = None
 ) -> list[_Placement] | int | None:
     """Place the trees in that order; or say which one could not be, or not nearer to step 0 than `least`; or stop."""
     found: dict[int, _Placement] = {}
     for tree in order.tolist():
-        best = taken.place(trees[tree], limit, swap)
-        if best is None and swap:
-            best = taken.place(trees[tree], limit, swap=False)
+        best = taken.place(trees[tree], limit)
         if best is None or (least is not None and best.extent >= least):
             return int(tree)
         if taken.n_choices > taken.budget:
@@ -173,7 +163,7 @@ class _Taken:
                     links[link] |= bit
                 self._ever[run.line][way] |= bit
 
-    def place(self, tree: TreeRuns, limit: int, swap: bool) -> _Placement | None:
+    def place(self, tree: TreeRuns, limit: int) -> _Placement | None:
         """Return the best placement of a tree over all phases that are tried."""
         # While one tree is placed nothing is taken: its runs share no link.
         self._known.clear()
@@ -181,7 +171,7 @@ class _Taken:
         tried = 0
         for k in range(self.period):
             phase = (k + 1) // 2 if k % 2 else -(k // 2)
-            placement = self._place_at(tree, phase, limit, swap, np.inf if best is None else best.cost)
+            placement = self._place_at(tree, phase, limit, np.inf if best is None else best.cost)
             if placement is None:
                 continue
             if best is None or placement.cost < best.cost:
@@ -191,7 +181,7 @@ class _Taken:
                 break
         return best
 
-    def _place_at(self, tree: TreeRuns, phase: int, limit: int, swap: bool, most: float) -> _Placement | None:
+    def _place_at(self, tree: TreeRuns, phase: int, limit: int, most: float) -> _Placement | None:
         """Place a tree whose root has the sum after step `phase`, at a cost of no more than `most`."""
         queue = [(run.depth, number, run) for number, run in enumerate(tree.runs)]
         number = len(queue)
@@ -199,21 +189,6 @@ class _Taken:
         meetings = _Meetings(self._chips, tree.root, phase)
         placed: list[_Placed] = []
         extent, wait = 0, 0
-        if swap:
-            del queue[tree.middle]
-            whole = tree.runs[tree.middle]
-            chips = self._chips[whole.line]
-            ends = sorted(p for p in range(whole.low, whole.high + 1) if chips[p] in (tree.root, tree.partner))
-            middle = self._fit_through(replace(whole, top=ends[0]), phase)
-            if middle is None:
-                return None
-            meetings.swap(tree, phase)
-            rests, middle = _cut(tree, whole, middle, chips)
-            placed.append(self._pass_through(middle, phase))
-            meetings.note(placed[0], beside=(ends[0], ends[0] + 1))
-            extent = max(middle.top - middle.low, middle.high - middle.top - 1) + abs(phase)
-            queue += [(rest.depth, number + k, rest) for k, rest in enumerate(rests)]
-            number += len(rests)
         heapq.heapify(queue)
         while queue:
             _, _, run = heapq.heappop(queue)
@@ -235,20 +210,20 @@ class _Taken:
             placed.append(now)
             meetings.note(now)
         cost = LATE * max(extent - limit, 0) + wait / len(placed)
-        return _Placement(tuple(placed), extent, cost, phase if swap else None)
+        return _Placement(tuple(placed), extent, cost)
 
     def _fit(self, run: TreeRun) -> tuple[TreeRun | None, tuple[int, int]]:
         """Return the longest part of a run round its top that has a free track in both directions, and those tracks."""
         key = run.line, run.low, run.high, run.top
         if key not in self._known:
-            self._known[key] = self._grow(run, self._full, self._full)
+            self._known[key] = self._grow(run)
         return self._known[key]
 
-    def _grow(self, run: TreeRun, tracks_on: int, tracks_back: int) -> tuple[TreeRun | None, tuple[int, int]]:
+    def _grow(self, run: TreeRun) -> tuple[TreeRun | None, tuple[int, int]]:
         """Grow a part from the top outwards, on both sides alike, while one of the tracks is free in each direction."""
         on, back = self._links[run.line]
         low = high = run.top
-        free = tracks_on, tracks_back
+        free = self._full, self._full
         while low > run.low or high < run.high:
             next_low, next_high = max(run.low, low - 1), min(run.high, high + 1)
             taken_on = taken_back = 0
@@ -263,32 +238,8 @@ class _Taken:
             return replace(run, low=low, high=high), free
         # Not even the first links on both sides have a track in common: each side goes on its own.
         if run.low < run.top < run.high:
-            return self._grow(replace(run, low=run.top), tracks_on, tracks_back)
+            return self._grow(replace(run, low=run.top))
         return None, free
-
-    def _fit_through(self, run: TreeRun, phase: int) -> TreeRun | None:
-        """Return the longest part round the middle cable whose tracks through it are free."""
-        bits = [1 << track for track in self._tracks_through(run, phase)]
-        on, back = self._links[run.line]
-
-        def is_free(link: int) -> bool:
-            return not (on[link] & bits[0] or back[link] & bits[1])
-
-        if not is_free(run.top):
-            return None
-        low, high = run.top, run.top + 1
-        while low > run.low and is_free(low - 1):
-            low -= 1
-        while high < run.high and is_free(high):
-            high += 1
-        return replace(run, low=low, high=high)
-
-    def _tracks_through(self, run: TreeRun, phase: int) -> tuple[int, int]:
-        return (phase - run.top) % self.period, (phase + run.top + 1) % self.period
-
-    def _pass_through(self, run: TreeRun, phase: int) -> _Placed:
-        """Let sums of both sides cross on the middle cable, above the top, in step `phase`, and copies go on."""
-        return _Placed(run, self._tracks_through(run, phase), (phase - 1, phase), (phase, phase + 1))
 
     def _waits(self, slack: int, has_up: bool, has_down: bool) -> list[tuple[float, int, int]]:
         """Return the waits before and after a top, those that cost least first, as (cost, before, after).
@@ -359,23 +310,17 @@ class _Meetings:
         self._sends, self._comes = {root: phase + 1}, {root: phase}
         self._arrivals: dict[int, set[int]] = {}
 
-    def swap(self, tree: TreeRuns, phase: int) -> None:
-        """Let the two chips in the middle have the sum after both sent theirs in step `phase`."""
-        for chip in (tree.root, tree.partner):
-            self._sends[chip] = self._comes[chip] = phase
-
     def at(self, chip: int) -> tuple[int, int, set[int]]:
         """Return the last step for sums to arrive in, the first for copies to leave, and the steps taken already."""
         return self._sends[chip] - 1, self._comes[chip] + 1, self._arrivals.setdefault(chip, set())
 
-    def note(self, placed: _Placed, beside: tuple[int, ...] = ()) -> None:
-        """Keep what was decided for the chips of a run where others meet it; in a swap also for those in the middle."""
+    def note(self, placed: _Placed) -> None:
+        """Keep what was decided for the chips of a run where others meet it."""
         run, chips = placed.run, self._chips[placed.run.line]
-        for position in {*run.joints, *beside}:
+        for position in set(run.joints) - {run.top}:
             chip = chips[position]
-            if position not in (run.top, *beside):
-                self._sends[chip], self._comes[chip] = placed.sends(position), placed.comes(position)
-            if run.low < position < run.high and (position != run.top or beside):
+            self._sends[chip], self._comes[chip] = placed.sends(position), placed.comes(position)
+            if run.low < position < run.high:
                 self._arrivals.setdefault(chip, set()).add(self._sends[chip] - 1)
 
 
@@ -391,11 +336,10 @@ def _cut(tree: TreeRuns, run: TreeRun, part: TreeRun, chips: list[int]) -> tuple
     return rests, replace(part, joints=tuple(sorted(joints)))
 
 
-def _steps(lines: MeshLines, trees: Sequence[TreeRuns], placements: list[_Placement]) -> Steps:
-    shape = (len(trees), lines.n_chips)
+def _steps(lines: MeshLines, placements: list[_Placement]) -> Steps:
+    shape = (len(placements), lines.n_chips)
     up, down = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    swapped = np.full(len(trees), -1)
-    for i, (tree, placement) in enumerate(zip(trees, placements, strict=True)):
+    for i, placement in enumerate(placements):
         for placed in placement.placed:
             run = placed.run
             chips = lines.chips[run.line]
@@ -405,7 +349,4 @@ def _steps(lines: MeshLines, trees: Sequence[TreeRuns], placements: list[_Placem
             down[i, chips[run.low : run.top]] = placed.leave[1] + before
             up[i, chips[run.top + 1 : run.high + 1]] = placed.arrive[1] - after
             down[i, chips[run.top + 1 : run.high + 1]] = placed.leave[0] + after
-        if placement.swap_at is not None:
-            swapped[i] = tree.partner
-            up[i, tree.partner] = down[i, tree.partner] = placement.swap_at
-    return Steps(up, down, swapped)
+    return Steps(up, down)

@@ -18,12 +18,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, all_reduce
 from meshmend.jax.engine.loops import zero_after
 from meshmend.jax.engine.program import Program
 from meshmend.jax.train.fsdp.params import ShardedParams, count_layers, is_sharded
+from meshmend.schedule.lanes import MAX_UNROLLED
 
 Layer = Callable[[Tree, Tree], Tree]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
