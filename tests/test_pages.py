@@ -105,7 +105,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
-        ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
         ("where.md", "it needs a TPU"),
     ]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend import Mesh, Op, Schedule, plan
+from meshmend import Collective, Mesh, Op, Schedule, plan
 from meshmend.errors import DisagreementError, LostChipError, ParameterError, ScheduleError, WrongSumError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
@@ -315,6 +315,29 @@ def test_a_digest_covers_all_that_decides_what_is_sent() -> None:
     )
     assert len(digests) == 10
     assert digest({}) == digest({"mesh": Mesh("2x3")})
+
+
+def test_members_agree_on_owners_where_they_matter() -> None:
+    facts: dict[str, Any] = {"total_chunks": 1, "step": [0, 1], "src": [0, 1], "dst": [1, 0], "op": [0, 1]}
+
+    def digest(owner: int, collective: Collective) -> str:
+        return digest_of(Schedule(Mesh("1x2"), owners=[owner], collective=collective, **facts), [0, 1])
+
+    assert digest(0, Collective.ALL_REDUCE) == digest(1, Collective.ALL_REDUCE)
+    assert digest(0, Collective.REDUCE_SCATTER) != digest(1, Collective.REDUCE_SCATTER)
+
+
+@pytest.mark.parametrize("collective", ["reduce-scatter", "all-gather"])
+def test_an_engine_of_another_collective_makes_no_sums(collective: str) -> None:
+    def main(rank: int, group: Group) -> Any:
+        engine = mmt.Engine(plan(Mesh("1x2"), "weave", collective=collective, chunks=2), rank, group, timeout=PATIENCE)
+        one = torch.ones(4)
+        return [outcome(call) for call in (lambda: engine.all_reduce(one), lambda: mmt.all_reduce([one, one], engine))]
+
+    for refused in on_every_thread(2, main):
+        for error in refused:
+            assert isinstance(error, ScheduleError)
+            assert "which is no all-reduce. Make an engine with meshmend.plan(mesh)" in str(error)
 
 
 def test_closing_reaches_members_that_are_no_partners_when_all_partners_are_gone() -> None:

@@ -26,6 +26,7 @@ def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
     leaves = list(_tensors_with_paths(tree))
     tensors = [leaf for _, leaf in leaves]
     check_tensors(tensors, kind)
+    engine.need_all_reduce()
     # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would
     # add up tensors of equal shapes and different names.
     reduce_tensors(tensors, engine, kind, names=[path for path, _ in leaves])
@@ -63,12 +64,12 @@ def reduce_tensors(
     for alike in by_dtype.values():
         words = describe(alike, kind, names)
         if len(alike) == 1 and alike[0].is_contiguous():
-            engine.reduce(alike[0], kind, words, timeout=timeout)
+            engine.run(alike[0], kind, words, timeout=timeout)
             continue
         # In inference mode the engine's threads could not write to what is made here.
         with torch.inference_mode(False):
             packed = torch.cat([tensor.reshape(-1) for tensor in alike])
-        engine.reduce(packed, kind, words, timeout=timeout)
+        engine.run(packed, kind, words, timeout=timeout)
         for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
             overwrite(tensor, part)
 
