@@ -202,7 +202,7 @@ def read_plan(saved: UploadedPlan) -> Facts:
 def read_machine(text: str, name: str) -> Facts:
     """Return the state of a machine as its own tools describe it, and what its reader has to say about it."""
     machine = machine_of(parse_description(text, name))
-    mesh = machine.usable_mesh
+    mesh = machine.mesh
     if mesh.size > MAX_CHIPS:
         raise ParameterError(
             f"{name} describes {mesh.size:,} chips; the studio shows up to {MAX_CHIPS:,}. Plan it on a terminal: "

@@ -40,7 +40,7 @@ def find_position(
         said = "wrap" if shape is None else "shape"
         raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
     described = as_machine(machine)
-    whole = described.usable_mesh
+    whole = described.mesh
     position = described.coordinate(chip) if isinstance(chip, str) else tuple(int(x) for x in chip)
     try:
         whole.rank(position)
@@ -56,7 +56,7 @@ def chip_of_rank(
 ) -> Coordinate:
     """Return the chip of a rank where nobody says it: live chips in row-major order, as torchrun numbers processes."""
     if machine is not None:
-        live = as_machine(machine).usable_mesh
+        live = as_machine(machine).mesh
     else:
         live = Mesh(shape or (), failed=os.environ.get("MESHMEND_FAILED", "").split())
     if size != live.n_chips:
