@@ -27,8 +27,8 @@ from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
+from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import mode_for
-from meshmend.torch.position import LOOPBACK
 from meshmend.torch.private import gloo_backend
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import Lab
