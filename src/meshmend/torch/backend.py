@@ -69,8 +69,6 @@ class MeshBackend(GlooBased):
         self.mesh = mesh_of(self.chips, self.live)
         self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
-        self.is_part = parent is not None
-        """Whether this group was made of another one, whose plans it shares."""
         self.mesh_group: MeshGroup | None = None
         """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
