@@ -220,6 +220,7 @@ def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> ChipLayo
 
 def _symmetries(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
     """Yield the reflections and shifts of the axes that may bring the first chip nearer to the first corner."""
+    number = np.arange(grid.size).reshape(grid.shape)
     coordinates = np.indices(grid.shape).reshape(len(grid.shape), -1)
     for flips in itertools.product((False, True), repeat=len(grid.shape)):
         image = coordinates.copy()
@@ -227,7 +228,7 @@ def _symmetries(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
             x[:] = n - 1 - x if flip else x
             if wraps:
                 x[:] = (x - x[first]) % n
-        yield tuple(np.ravel_multi_index(tuple(image), grid.shape).tolist())
+        yield tuple(number[tuple(image)].tolist())
 
 
 def _no_fit(chips: Sequence[Chip], near: Sequence[set[int]], grids: Sequence[Grid] | None) -> str:

@@ -1,6 +1,6 @@
-"""The public functions: all-reduce a tensor or a tree of tensors, or let DDP do so for its buckets."""
+"""All-reduce a tensor or a tree of tensors."""
 
-# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from meshmend.errors import PayloadError
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
-from meshmend.torch.private import future_for_cpp
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
@@ -72,11 +71,3 @@ def reduce_tensors(
         engine.run(packed, kind, words, timeout=timeout)
         for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
             overwrite(tensor, part)
-
-
-def comm_hook(engine: Engine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a DDP bucket over the mesh: `ddp_model.register_comm_hook(engine, comm_hook)`.
-
-    Buckets are reduced one after the other, in the background, while DDP goes on with the backward pass.
-    """
-    return future_for_cpp(engine.start(bucket.buffer(), dist.ReduceOp.AVG))

@@ -10,7 +10,6 @@ Made for Gloo. It works with any group whose `send` and `recv` match messages by
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any
@@ -28,7 +27,6 @@ from meshmend.torch.payload import check_payload, combine_of, describe, kind_of,
 from meshmend.torch.private import Transport
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
-from meshmend.torch.work import Worker
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -70,8 +68,6 @@ class Engine:
             channel = Channel(group, chips, Reports.of(group, chips))
         self._channel = channel
         self._plan = ""
-        self._worker = Worker(self._channel)
-        self._guard = threading.Lock()
         refusal: MeshmendError | None = None
         try:
             self._program: ChipProgram = self._compile()
@@ -125,30 +121,12 @@ class Engine:
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
         pass equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
-        not respond; the payload is then invalid. Calls run in the order in which they and `start` were called.
+        not respond; the payload is then invalid. Calls of several threads run in the order in which they were made.
         """
-        self.run(payload, *self._checked(payload, op))
-
-    def start(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
-        kind, words = self._checked(payload, op)
-        with self._guard:  # so that calls are submitted in the order of their tickets
-            ticket = self._channel.ticket()
-
-            def run() -> torch.Tensor:
-                self._run(payload, kind, words, ticket, self.timeout)
-                return payload
-
-            return self._worker.start(run)
-
-    def _checked(self, payload: torch.Tensor, op: Any) -> tuple[Any, str]:
-        """Check the arguments of an all-reduce; return the kind of reduction, and what members agree on."""
         self.need_all_reduce()
         kind = kind_of(op)
         check_payload(payload, kind)
-        return kind, describe([payload], kind)
+        self.run(payload, kind, describe([payload], kind))
 
     def need_all_reduce(self) -> None:
         """Raise `ScheduleError` if the schedule is of another collective."""
@@ -165,12 +143,10 @@ class Engine:
         `words` say what the payload is, and members agree on them. Of a reduce-scatter, what this chip does not own is
         scratch afterwards: partial sums that mean nothing.
         """
-        self._run(payload, kind, words, self._channel.ticket(), timeout or self.timeout)
-
-    def _run(self, payload: torch.Tensor, kind: Any, words: str, ticket: int, timeout: timedelta) -> None:
+        ticket = self._channel.ticket()
         # In inference mode other threads could not write to what is made here.
         with self._channel.in_order(ticket), torch.inference_mode(False), torch.no_grad():
-            deadline = Deadline(timeout)
+            deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
@@ -204,11 +180,12 @@ class Engine:
         self._channel.fail(MeshmendError(f"An earlier call of this engine ended half-way: {error!r}."))
 
     def close(self) -> None:
-        """Close the group's connections and end the background thread.
+        """Close the group's connections: every pending wait ends at once, here and at the neighbours.
 
-        Every pending wait ends at once, here and at the neighbours. The engine is unusable afterwards.
+        The engine is unusable afterwards.
         """
-        self._worker.close(MeshmendError("This engine was closed: make another on a new group."))
+        self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
+        self._channel.close()
 
 
 def digest_of(schedule: Schedule, members: Sequence[int]) -> str:
