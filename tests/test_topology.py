@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshmend import Mesh, Region
 from meshmend.errors import MeshError
-from meshmend.topology import all_placements, parse_chip, parse_shape, parse_wrap
+from meshmend.topology import all_placements, parse_wrap
 from strategies import meshes
 
 
@@ -126,9 +126,6 @@ def test_survivors_that_are_cut_apart() -> None:
 
 
 def test_short_forms() -> None:
-    assert parse_shape("16x32") == (16, 32)
-    assert parse_chip("6,8") == (6, 8)
-    assert Region.parse("4x2@6,8") == Region(at=(6, 8), shape=(4, 2))
     assert Region.parse("6,8") == Region(at=(6, 8), shape=(1, 1))
     assert str(Region.parse("2x2x2@0,1,2")) == "2x2x2@0,1,2"
     assert str(Mesh("4x4", failed=["2x2@0,0"], wrap=(False, True))) == "4x4 wrapped on axis 1 minus 2x2@0,0"

@@ -25,8 +25,8 @@ import meshmend.torch as mmt
 from meshmend import Mesh, Schedule
 from meshmend.launch.chips import Chips
 from meshmend.torch.channel import Channel
+from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import LOOPBACK
 
 SHAPES = ("2x2", "4x4")
 PAYLOADS = (4_000, 32_000_000)

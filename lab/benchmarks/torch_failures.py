@@ -42,8 +42,8 @@ from meshmend.launch.chips import Chips
 from meshmend.planning import PlanCache, PlanFunction, plan
 from meshmend.topology import Mesh, Region, all_placements
 from meshmend.torch.manager import Manager
+from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import LOOPBACK
 from meshmend.torch.process_group import MeshProcessGroup
 from meshmend.torch.sampling import StepSampler
 from meshmend_lab.errors import LabError

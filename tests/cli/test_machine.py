@@ -9,7 +9,7 @@ import pytest
 
 import commandline
 from commandline import run_json
-from descriptions import OWN, SAMPLES, nodes
+from descriptions import OWN, SAMPLES
 
 
 @pytest.fixture
@@ -44,15 +44,6 @@ def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:
     run("plan", "4x8", "--machine", mine, code=1)
     run("plan", "4x8", "--intended", mine, code=1)
     run("plan", code=2)
-
-
-def test_a_failure_without_a_position_is_shown_and_not_planned_for(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.json"
-    path.write_text(nodes([f"node{n}" for n in range(16)], bad=["node5"]), encoding="utf-8")
-    out = run("machine", path)
-    assert "node5: not Ready" in out
-    assert "next:" not in out
-    assert "nothing says where in the mesh: node5" in run("plan", "--machine", path, code=1)
 
 
 def test_an_ambiguous_machine_is_settled_by_its_shape_or_by_what_was_intended(tmp_path: Path) -> None:

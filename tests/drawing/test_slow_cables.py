@@ -23,7 +23,7 @@ def test_cables_are_drawn_once_each_by_their_kind() -> None:
     assert len(cables(layout)) + len(slow) == SLOW.n_cables
 
 
-@pytest.mark.parametrize("what", ["rings", "phases", "load", "trees"])
+@pytest.mark.parametrize("what", ["rings", "load", "trees"])
 def test_pictures_and_legends_show_them(what: str) -> None:
     schedule = mm.plan(SLOW, "weave", chunks=4)
     drawn = figure(schedule, what)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 Edge = tuple[int, int]
@@ -204,29 +204,6 @@ top_level_instance { mesh { mesh_descriptor: "M0" mesh_id: 0 } }
 """
 
 
-def node(
-    name: str, *, ready: bool = True, topology: str = "4x4x4", kind: str = "tpu-v5p-slice", **labels: str
-) -> object:
-    label = {
-        "cloud.google.com/gke-nodepool": "pool",
-        "cloud.google.com/gke-tpu-accelerator": kind,
-        "cloud.google.com/gke-tpu-topology": topology,
-        **labels,
-    }
-    condition = {"type": "Ready", "status": "True" if ready else "Unknown", "reason": "NodeStatusUnknown"}
-    status = {
-        "conditions": [{"type": "DiskPressure", "status": "False"}, condition],
-        "capacity": {"google.com/tpu": "4"},
-    }
-    return {"metadata": {"name": name, "labels": label}, "status": status}
-
-
-def nodes(names: Iterable[str], bad: Collection[str] = (), **more: str) -> str:
-    return json.dumps({"kind": "List", "items": [node(name, ready=name not in bad, **more) for name in names]})
-
-
-GKE = nodes([f"gke-tpu-{n}" for n in range(16)])
-LIBTPU = "\n".join(f"tray{t}.chip{c}.ici{i}.int: 0" for t in range(2) for c in range(4) for i in range(4)) + "\n"
 OWN = """
 meshmend: 1
 hardware: tpu-v3
@@ -236,7 +213,6 @@ hosts: {node0: "4x4@0,0", node1: "4x4@0,4"}
 chips: {tray1.chip3: {at: [0, 3]}}
 failed: ["2x2@2,0", "1,1-1,2", tray1.chip3]
 rates: {"0,0-0,1": 1/2}
-links: {"0,0-0,1": [tray0.chip0.ici0.int, tray0.chip1.ici1.int]}
 """
 OWN_CABLES = "meshmend: 1\nchannels: 2\ncables:\n" + "".join(
     f"  - [c{a}, c{b}, {n}]\n" for (a, b), n in grid_cables((3, 4), (True, False), 2).items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from descriptions import LIBTPU, MESH_GRAPH, OWN, OWN_CABLES, SAMPLES, nodes
+from descriptions import MESH_GRAPH, OWN, OWN_CABLES, SAMPLES
 from meshmend.errors import LayoutError, MachineError
 from meshmend.machines import machine_of, parse_description, read_machine
 from meshmend.machines.entries import MAX_BYTES
@@ -18,8 +18,6 @@ TEXTS = {
     "mesh graph": MESH_GRAPH,
     "physical system": SAMPLES["galaxy of four hosts"].without(chips=range(12, 32)).text,
     "neuron-ls": SAMPLES["trainium2"].text,
-    "gke": nodes(["gke-tpu-0", "gke-tpu-1"], topology="2x2x2"),
-    "libtpu": LIBTPU,
     "own": OWN,
     "own cables": OWN_CABLES,
 }
@@ -121,7 +119,7 @@ def test_5000_mutated_descriptions(kind: str) -> None:
         ("mesh_descriptors" + "\n" * 40_000, "not a description of a machine"),
         ("asic_descriptors: " + " " * 40_000 + "1", "not a description of a machine"),
         ("x:\n" + "[\n" * 2000, "not a description of a machine|expected YAML"),
-        ("'\n" * 2000 + "tray1.chip", "expected YAML"),
+        ("'\n" * 2000 + "x", "expected YAML"),
     ],
 )
 def test_bombs_are_refused_at_once(text: str, words: str) -> None:

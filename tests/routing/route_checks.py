@@ -11,12 +11,30 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 from meshmend import Mesh
 from meshmend.routing import DeadlockProof, Routes, prove
 from meshmend.routing.deadlock import Dependencies, dependencies
+from meshmend.routing.up_down import up_down_ports
+
+
+def hops_of(routes: Routes) -> NDArray[np.int64]:
+    """Return the length of every route, `[src, column]`; −1 where there is none."""
+    n_chips, n_columns = routes.mesh.n_chips, len(routes.destinations)
+    src, column = (grid.ravel() for grid in np.indices((n_chips, n_columns)))
+    dst = routes.destinations[column]
+    lengths = np.bincount(routes.follow(src, dst).flow, minlength=len(src))
+    lengths[(lengths == 0) & (src != dst)] = -1
+    return lengths.reshape(n_chips, n_columns)
 
 
 def shortest_lengths(mesh: Mesh) -> NDArray[np.float64]:
     a, b = mesh.cables.T
     graph = coo_array((np.ones(len(a)), (a, b)), shape=(mesh.n_chips, mesh.n_chips)).tocsr()
     return np.asarray(shortest_path(graph, directed=False, unweighted=True))
+
+
+def up_down(mesh: Mesh) -> Routes:
+    """Up*/down* for all pairs, of which `detour` takes what its other classes cannot serve."""
+    everybody = np.arange(mesh.n_chips, dtype=np.int32)
+    classes = np.zeros((mesh.n_chips, mesh.n_chips), dtype=np.uint8)
+    return Routes(mesh, "up-down", 1, everybody, up_down_ports(mesh, everybody)[None], classes)
 
 
 def live_graph(mesh: Mesh) -> nx.DiGraph[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from meshmend import Mesh, plan
+from meshmend import Mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
@@ -67,21 +67,6 @@ def in_background() -> Callable[[], Any]:
     return step
 
 
-def engine_hook() -> Callable[[], Any]:
-    ranks = [MESH.rank(chip) for chip in world().chips]
-    members = [ranks.index(rank) for rank in range(SIZE)]
-    engine = mmt.Engine(
-        plan(MESH, "hamiltonian"),
-        ranks[dist.get_rank()],
-        dist.group.WORLD,
-        group_ranks=members,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    model = DistributedDataParallel(torch.nn.Linear(3, 1))
-    model.register_comm_hook(engine, mmt.comm_hook)
-    return lambda: model(torch.ones(8, 3)).sum().backward()
-
-
 def torchs_hook() -> Callable[[], Any]:
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     model.register_comm_hook(None, allreduce_hook)
@@ -92,7 +77,6 @@ WAYS = {
     "DDP": data_parallel,
     "FSDP2": sharded,
     "async_op": in_background,
-    "mmt.comm_hook": engine_hook,
     "torch's hook": torchs_hook,
 }
 
@@ -164,7 +148,7 @@ def test_each_survivor_has_an_error_that_names_the_lost_chip(
     assert set(errors) == set(range(SIZE)) - {lost_rank}
     for found in errors.values():
         assert f"chip ({chip[0]},{chip[1]}) is lost" in found["text"], found
-        assert found["kept"] == (None if way == "mmt.comm_hook" else list(chip))
+        assert found["kept"] == list(chip)
         # A chip may finish one call that the lost one had already served.
         assert found["step"] in (LAST_STEP, LAST_STEP + 1)
         silence_s = TIMEOUT_S if how == signal.SIGSTOP else 0.0

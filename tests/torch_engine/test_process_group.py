@@ -191,7 +191,7 @@ def test_machines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"chip": (0, 0), "shape": (2, 4)}, "leave out shape"),
         ({"chip": (0, 0), "wrap": True}, "leave out wrap"),
         ({}, "Say which chip this process is"),
-        ({"chip": (0, 0), "machine": None}, "Say which mesh the chip is in"),
+        ({"chip": (0, 0), "machine": None}, "Nobody says which mesh this process's chip is in"),
         ({"chip": "north", "machine": None, "shape": (2, 4)}, "'north' is the name of a chip: give the machine"),
     ):
         with pytest.raises((MeshError, MachineError), match=message):

@@ -31,7 +31,7 @@ def test_the_machine_file_says_what_the_lab_is(mesh: Mesh, tmp_path: Path, monke
     lab.describe()
     assert journal.journal_names() == ["lab"]
     machine = read_machine(lab.environment(mesh.chip(0))["MESHMEND_MACHINE"])
-    assert machine.usable_mesh == mesh
+    assert machine.mesh == mesh
     assert machine.hardware == str(tmp_path / "lab" / "hardware.json")
     journal.forget("lab")
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ def replay(text: str, payload: dict[int, Any]) -> dict[int, Any]:
 
 def check(machine: Machine, planner: Planner | str, **options: Any) -> dict[str, Any]:
     """Export, validate and replay; integers, so that sums are exact."""
-    programs = chip_programs(plan(machine.usable_mesh, planner, **options), machine)
+    programs = chip_programs(plan(machine.mesh, planner, **options), machine)
     text = json.dumps(programs)
     VALIDATOR.validate(json.loads(text))
     assert {tuple(chip["at"]): chip["device"] for chip in programs["chips"]} == dict(machine.devices)

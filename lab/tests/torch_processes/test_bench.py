@@ -68,27 +68,6 @@ def test_scripts_under_torchrun_are_timed_side_by_side() -> None:
         assert ratio == pytest.approx(ours[name] / gloo[name])
 
 
-def test_updates_are_timed_beside_their_all_reduces() -> None:
-    facts = bench("--loopback", "1x3", "--payload", "300KB", "--planner", "weave", "--repeat", "2", "--update")
-    found = {result["case"]: result for result in facts["results"]}
-    assert list(found) == ["gloo", "weave", "weave, update"]
-    update, plain = found["weave, update"], found["weave"]
-    assert update["to_plain"] == pytest.approx(update["seconds"] / plain["seconds"])
-    assert plain["to_plain"] is None
-
-
-def test_an_update_is_torchs_adamw() -> None:
-    import torch
-
-    from meshmend_lab.bench.allreduce import ADAMW, updated_weight
-
-    weight = torch.ones(1, requires_grad=True, dtype=torch.float64)
-    weight.grad = torch.full((1,), 16.0, dtype=torch.float64)
-    rate, decay, beta1, beta2, epsilon = ADAMW.values()
-    torch.optim.AdamW([weight], lr=rate, betas=(beta1, beta2), eps=epsilon, weight_decay=decay).step()
-    assert updated_weight(16.0) == pytest.approx(weight.item(), rel=1e-12)
-
-
 @needs_lab
 def test_a_lab_whole_and_holed() -> None:
     words = ["--lab", "2x4", "--fail", "2x2@0,0", "--rate", "80mbit", "--payload", "1MB", "--repeat", "1"]

@@ -1,9 +1,8 @@
-"""`meshmend draw`: a plan or routes, as a picture or a page; and what there is to say of routes, without a picture."""
+"""`meshmend draw`: a plan or routes, as a picture or a page; without a file, routes in words."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -30,16 +29,13 @@ from meshmend.cli.terminal import approved, plain, working
 from meshmend.cost.units import format_bytes
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
-from meshmend.errors import Coordinate, DrawingError, ParameterError, name_chip
+from meshmend.errors import Coordinate, DrawingError, name_chip
 from meshmend.extras import require
 from meshmend.planning import Auto, plan
-from meshmend.routing import SCHEMES, Routes, choose, report
-from meshmend.routing import route as routes_of
+from meshmend.routing import all_pairs
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh, parse_chip
 
-ALL = "all"
-"""For --route: every pair of chips."""
 Pair = tuple[Coordinate, Coordinate]
 
 
@@ -68,28 +64,16 @@ def command(
         list[str] | None,
         option(
             "--route",
-            "r,c-r,c|all",
-            "The route between two chips, or statistics of all: drawn, or told without -o. Repeatable.",
+            "r,c-r,c",
+            "The route between two chips: drawn, or told without -o. Repeatable.",
         ),
-    ] = None,
-    scheme: Annotated[
-        str | None,
-        option(
-            "--scheme",
-            "NAME",
-            f"One of: {', '.join(SCHEMES)}.",
-            show_default="the best",
-        ),
-    ] = None,
-    channels: Annotated[
-        int | None, option("--channels", "N", "Virtual channels of the network, which limit the choice.", min=1)
     ] = None,
     output: Annotated[
         Path | None, option("--output", "F", "Output file: .svg .png .pdf, or .html for steps.", "-o")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw a plan: its rings, trees, routes or link load, or every step of it.
+    """Draw a plan: its rings, trees or link load, or every step of it.
 
     With --route and no file it tells how packets go round the holes, with the proof that they cannot deadlock.
 
@@ -106,12 +90,14 @@ def command(
         if planner != Auto.name or any(other is not None for other in (what, chunk, steps)):
             raise DrawingError("--route already determines the plan: leave out the other options of the plan.")
         mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
-        _routes(mesh, route, scheme, channels, output, json)
+        pairs = [_read_route(text) for text in route]
+        if output is None:
+            _tell_routes(mesh, pairs, json)
+        else:
+            _tell_drawing({**mesh_facts(mesh), "planner": None}, draw_routes(mesh, pairs, output), json)
         return
     if output is None:
         raise typer.BadParameter("Missing option '-o': name the picture's file, or ask for routes with --route.")
-    if scheme is not None or channels is not None:
-        raise ParameterError("--scheme and --channels are of routes: give --route, too.")
     if file is not None:
         schedule = load_plan(file, *given, proven=False)
     else:
@@ -123,19 +109,6 @@ def command(
             schedule = plan(mesh, chosen)
     drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
     _tell_drawing({**mesh_facts(schedule.mesh), "planner": schedule.planner}, drawing, json)
-
-
-def _routes(
-    mesh: Mesh, texts: list[str], scheme: str | None, channels: int | None, output: Path | None, json: bool
-) -> None:
-    """Draw routes, or tell of them."""
-    pairs = None if texts == [ALL] else [_read_route(text) for text in texts]
-    if output is None:
-        _tell_routes(mesh, pairs, scheme, channels, json)
-        return
-    if pairs is None or scheme is not None or channels is not None:
-        raise DrawingError("A picture shows single routes, as plans take them: leave out -o, or name two chips.")
-    _tell_drawing({**mesh_facts(mesh), "planner": None}, draw_routes(mesh, pairs, output), json)
 
 
 def _tell_drawing(facts: dict[str, Any], drawing: Drawing, json: bool) -> None:
@@ -154,7 +127,7 @@ def _mesh(machine: MachineOptions, shape: str | None, holes: HoleOptions) -> Mes
 def _read_route(text: str) -> Pair:
     ends = text.split("-")
     if len(ends) != 2:
-        raise DrawingError(f"{text!r} is not a route. Write its two chips, as in 0,0-3,5, or {ALL} alone.")
+        raise DrawingError(f"{text!r} is not a route. Write its two chips, as in 0,0-3,5.")
     return parse_chip(ends[0]), parse_chip(ends[1])
 
 
@@ -167,54 +140,22 @@ def _read_steps(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def _tell_routes(mesh: Mesh, pairs: list[Pair] | None, scheme: str | None, channels: int | None, json: bool) -> None:
-    """Say which chips routes go over, or how long all of them are, and that they cannot deadlock."""
-    if scheme is not None and channels is not None:
-        raise ParameterError("--channels limits the choice of a scheme; with --scheme there is nothing to choose.")
-    routes, proof = choose(mesh, max_channels=channels) if scheme is None else routes_of(mesh, scheme)
-    found, shown = _all(routes) if pairs is None else _some(routes, pairs)
-    facts = {
-        **mesh_facts(mesh),
-        "scheme": routes.scheme,
-        "virtual_channels": routes.n_channels,
-        "deadlock_free": proof.deadlock_free,
-        "dependencies": proof.n_dependencies,
-    }
-    shown["virtual channels"] = str(routes.n_channels)
-    print_result(json, facts | found, f"{routes.scheme} routes on {mesh}", shown | {"proof": approved(proof)})
-
-
-Rows = dict[str, str | Text]
-
-
-def _some(routes: Routes, pairs: list[Pair]) -> tuple[dict[str, Any], Rows]:
-    """Return routes chip by chip, for programs and for people."""
+def _tell_routes(mesh: Mesh, pairs: list[Pair], json: bool) -> None:
+    """Say which chips routes go over, and that packets on the routes between all chips cannot deadlock."""
+    routes, proof = all_pairs(mesh)
     facts: list[dict[str, Any]] = []
-    shown: Rows = {}
+    shown: dict[str, str | Text] = {}
     for src, dst in pairs:
         path = routes.path(src, dst)
-        used = routes.follow(routes.mesh.rank(src), routes.mesh.rank(dst)).channel.tolist()
+        used = routes.follow(mesh.rank(src), mesh.rank(dst)).channel.tolist()
         facts.append({"from": src, "to": dst, "hops": len(used), "path": path, "channels": used})
         way = " → ".join(name_chip(chip) for chip in path)
         over = f", channels {', '.join(map(str, used))}" if used else ""
         shown[f"{name_chip(src)} to {name_chip(dst)}"] = f"{way}: {len(used)} hops{over}"
-    return {"routes": facts}, shown
-
-
-def _all(routes: Routes) -> tuple[dict[str, Any], Rows]:
-    """Return a report over all pairs, for programs and for people."""
-    found = report(routes)
-    pairs = Text(f"{found.pairs:,}")
-    if found.pairs_without_route:
-        pairs = pairs.append(", ").append(f"{found.pairs_without_route:,} without a route", style="red")
-    busiest = "none"
-    if found.busiest_link is not None:
-        link = "→".join(name_chip(end) for end in found.busiest_link)
-        busiest = f"{link} carries {found.busiest_link_flows:,} flows when every chip sends to every other"
-    return asdict(found), {
-        "pairs": pairs,
-        "mean route": f"{found.mean_hops:.3f} hops, {found.mean_detour:.4f} times the shortest live path",
-        "longest route": f"{found.longest_hops} hops",
-        "longest detour": f"{found.longest_detour_hops} hops over the shortest live path",
-        "busiest link": busiest,
+    proven = {
+        "virtual_channels": routes.n_channels,
+        "deadlock_free": proof.deadlock_free,
+        "dependencies": proof.n_dependencies,
     }
+    shown |= {"virtual channels": str(routes.n_channels), "proof": approved(proof)}
+    print_result(json, {**mesh_facts(mesh), **proven, "routes": facts}, f"routes on {mesh}", shown)

@@ -31,8 +31,7 @@ def command(
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
 
-    Reads Tenstorrent cluster, mesh graph and physical system descriptors, neuron-ls JSON, kubectl get nodes -o json of
-    TPU pools, libtpu's ici_link_health, and a YAML of our own.
+    Reads Tenstorrent cluster, mesh graph and physical system descriptors, neuron-ls JSON, and a YAML of our own.
 
     Example: meshmend machine cluster.yaml
     Example: meshmend machine today.yaml --intended healthy.yaml
@@ -50,17 +49,15 @@ def command(
         _show(machine, then)
 
 
-def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:
-    """Return the command to go on with; none as long as the place of a failure is not known."""
-    if machine.unplaced:
-        return None
+def _next(machine: Machine, file: Path, intended: Path | None) -> str:
+    """Return the command to go on with."""
     words = ["meshmend", "plan", "--machine", str(file)]
     words += [] if intended is None else ["--intended", str(intended)]
     words += ["--payload", "100MB"] + ([] if machine.hardware is None else ["--hardware", machine.hardware])
     return shlex.join(words)
 
 
-def _facts(machine: Machine, then: str | None) -> dict[str, Any]:
+def _facts(machine: Machine, then: str) -> dict[str, Any]:
     mesh = machine.mesh
     return {
         **mesh_facts(mesh),
@@ -73,7 +70,6 @@ def _facts(machine: Machine, then: str | None) -> dict[str, Any]:
         "names": {",".join(map(str, at)): chip.name for at, chip in sorted(machine.chips.items())},
         "hosts": sorted({chip.host for chip in machine.chips.values() if chip.host is not None}),
         "call": _hosts_to_call(machine),
-        "unplaced": dict(machine.unplaced),
         "notes": list(machine.notes),
         "next": then,
     }
@@ -85,18 +81,17 @@ def _name(machine: Machine, at: tuple[int, ...]) -> str | None:
 
 def _hosts_to_call(machine: Machine) -> list[str]:
     """Return the hosts of what is failed or slow; of a chip without a name, those of its neighbours."""
-    mesh, found = machine.mesh, set(machine.unplaced)
+    mesh = machine.mesh
     ends = [end for cable in (*mesh.failed_cables, *mesh.cable_rates) for end in cable]
     whole = Mesh(mesh.shape, wrap=mesh.wrap)
     for at in machine.failed_chips:
         ends.append(at)
         if machine.host(at) is None:
             ends += [whole.chip(int(rank)) for rank in whole.neighbours[whole.rank(at)] if rank >= 0]
-    found |= {host for end in ends if (host := machine.host(end)) is not None}
-    return sorted(found)
+    return sorted({host for end in ends if (host := machine.host(end)) is not None})
 
 
-def _show(machine: Machine, then: str | None) -> None:
+def _show(machine: Machine, then: str) -> None:
     mesh = machine.mesh
     failed = [machine.name(at) + _on(machine.host(at)) for at in machine.failed_chips]
     cables = [f"{name_cable(cable)}{_between(machine, cable)}" for cable in mesh.failed_cables]
@@ -109,7 +104,6 @@ def _show(machine: Machine, then: str | None) -> None:
         "failed chips": _listed(failed),
         "failed cables": _listed(cables),
         "slow cables": _listed(slow),
-        "place unknown": _listed([f"{name}: {why}" for name, why in machine.unplaced.items()]),
         "call": _listed(_hosts_to_call(machine)),
         "notes": "\n".join(plain(note) for note in machine.notes),
     }

@@ -161,7 +161,7 @@ class MachineOptions:
         if shape is not None or holes.wrap != "none":
             said = shape if shape is not None else f"--wrap {holes.wrap}"
             raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
-        return holes.added_to(self.described.usable_mesh)
+        return holes.added_to(self.described.mesh)
 
 
 @dataclass(frozen=True)

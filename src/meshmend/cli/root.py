@@ -31,7 +31,7 @@ PANELS = {
     "Planner": "--planner --collective --neighbours-only",
     "Payload and hardware": "--payload --hardware --mode --dtype",
     "Picture": "--what --chunk --steps",
-    "Routes, in place of a plan": "--route --scheme --channels",
+    "Routes, in place of a plan": "--route",
     "Assumptions": "--assume --assumptions",
     "Simulation": "--days --runs --seed --checks",
     "Job": "--hosts --store --shared --cache --job --secret-file",

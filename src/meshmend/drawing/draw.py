@@ -16,7 +16,7 @@ from meshmend.topology import Mesh, name_shape
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-What = Literal["rings", "phases", "load", "routes", "trees", "steps"]
+What = Literal["rings", "load", "trees", "steps"]
 WHAT: tuple[What, ...] = get_args(What)
 STILL, PAGE = (".svg", ".png", ".pdf"), ".html"
 MAX_CHIPS = 2**14
@@ -47,9 +47,7 @@ def draw(
 
     - "rings": who sends to whom, coloured by phase. The default for pictures, unless the schedule is
       made of trees.
-    - "phases": the same, every phase in a panel of its own, in order of time.
     - "load": a heat map of what each link carries.
-    - "routes": the routes of transfers between chips that are not neighbours.
     - "trees": how the contributions to each of `chunks` come together; four chunks by default.
     - "steps": the transfers of every step, or of `steps` = (first, last), and how complete each chip's sums are. For
       .html, where any of `chunks` can be followed.
@@ -93,12 +91,8 @@ def figure(
     match what:
         case "rings":
             return views.draw_rings(schedule, title=title)
-        case "phases":
-            return views.draw_phases(schedule, title=title)
         case "load":
             return views.draw_load(schedule, title=title)
-        case "routes":
-            return views.draw_schedule_routes(schedule, title=title)
         case "trees":
             return trees.draw_trees(schedule, chunks, title=title)
         case other:

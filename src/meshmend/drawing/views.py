@@ -30,8 +30,6 @@ from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, bends, compon
 from meshmend.drawing.style import (
     AT_BOUND,
     BLUE,
-    CHIP,
-    COPY_DASH,
     DASHES,
     DETOURS,
     GREY,
@@ -47,7 +45,7 @@ from meshmend.drawing.style import (
     phase_looks,
     phases_in_order,
 )
-from meshmend.errors import DrawingError, name_chip
+from meshmend.errors import name_chip
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 
@@ -65,11 +63,9 @@ class Lines:
     both: NDArray[np.bool_]
 
 
-def pair_lines(schedule: Schedule, phase: int, rows: NDArray[np.bool_] | None = None) -> Lines:
-    """Return who sends to whom in a phase, among the given rows of the schedule."""
+def pair_lines(schedule: Schedule, phase: int) -> Lines:
+    """Return who sends to whom in a phase."""
     wanted = schedule.phase == phase
-    if rows is not None:
-        wanted &= rows
     n = schedule.mesh.n_chips
     found = np.unique(schedule.src[wanted].astype(np.int64) * n + schedule.dst[wanted])
     src, dst = np.divmod(found, n)
@@ -97,28 +93,8 @@ def draw_rings(
         groups.setdefault((comes_back, of_shards), []).append(phase)
     panels = [_panel_name(schedule, phases, number, len(groups)) for number, phases in enumerate(groups.values(), 1)]
     note = "Results return over the same lines in the opposite direction." if mirrored and schedule.n_transfers else ""
-    return _phase_panels(
-        schedule, list(groups.values()), panels, title or f"{schedule.planner}: who sends to whom", note
-    )
-
-
-def draw_phases(schedule: Schedule, *, title: str | None = None) -> Figure:
-    """Draw every phase in a panel of its own, in order of time; phases that span the same steps share one."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for phase in phases_in_order(schedule):
-        steps = schedule.step[schedule.phase == phase]
-        groups.setdefault((int(steps[0]), int(steps[-1])), []).append(phase)
-    panels = []
-    for number, ((first, last), phases) in enumerate(groups.items(), 1):
-        names = [schedule.phase_names[phase] for phase in phases]
-        panels.append(f"{number}. " + "\n".join(names) + f"\n({_name_steps(first, last)})")
-    keys: list[Artist] = [
-        line_key("adds", Look(GREY), arrow=True),
-        line_key("replaces", Look(GREY, COPY_DASH, open_head=True), arrow=True),
-        line_key("both ways", Look(GREY), arrow=False),
-    ]
-    title = title or f"{schedule.planner}, phase by phase"
-    return _phase_panels(schedule, list(groups.values()), panels, title, "", keys)
+    title = title or f"{schedule.planner}: who sends to whom"
+    return draw_groups(schedule, list(groups.values()), panels, title, note)
 
 
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
@@ -197,38 +173,19 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
     return sheet.figure
 
 
-def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Figure:
-    """Draw the routes of all transfers between chips that are not neighbours, by phase."""
-    far = schedule.mesh.link(schedule.src, schedule.dst) < 0
-    if not far.any():
-        raise DrawingError(
-            f"Every transfer of this {schedule.planner} schedule is between neighbours, so it has no routes to draw. "
-            "Draw its rings, or name the routes that you want to see: --route 0,0-3,5."
-        )
-    phases = [phase for phase in phases_in_order(schedule) if far[schedule.phase == phase].any()]
-    panels = [schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""]
-    title = title or f"{schedule.planner}: routes of transfers between chips that are not neighbours"
-    return _phase_panels(schedule, [[phase] for phase in phases], panels, title, "", rows=far)
-
-
-def _phase_panels(
+def draw_groups(
     schedule: Schedule,
     groups: list[list[int]],
     panels: list[str],
     title: str,
-    note: str,
+    note: str = "",
     keys: list[Artist] | None = None,
-    *,
-    rows: NDArray[np.bool_] | None = None,
 ) -> Figure:
-    """Draw groups of phases, one panel each; without `keys`, the legend names every phase.
-
-    With `rows`, only those of the schedule, and chips that are all alike.
-    """
+    """Draw groups of phases, one panel each; without `keys`, the legend names every phase."""
     layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
-    lines = {phase: pair_lines(schedule, phase, rows) for group in groups for phase in group}
-    fills = chip_fills(schedule) if rows is None else [CHIP]
+    lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}
+    fills = chip_fills(schedule)
     with mpl.rc_context(SETTINGS):
         if keys is None:
             keys = _phase_keys(schedule, lines, looks)
@@ -327,8 +284,9 @@ def _panel_name(schedule: Schedule, phases: list[int], number: int, n_panels: in
         return ""
     steps = schedule.step[np.isin(schedule.phase, phases)]
     families = dict.fromkeys(schedule.phase_names[phase].split(":")[0] for phase in phases)
-    return f"{number}. {', '.join(families)}\n({_name_steps(steps[0], steps[-1])})"
+    return f"{number}. {', '.join(families)}\n({name_steps(steps[0], steps[-1])})"
 
 
-def _name_steps(first: int, last: int) -> str:
+def name_steps(first: int, last: int) -> str:
+    """Name a range of steps."""
     return f"steps {first} to {last}" if first < last else f"step {first}"

@@ -66,7 +66,7 @@ class Hosts:
             n_axes = Mesh(shape).n_axes
             wraps = parse_wrap(wrap or "none", n_axes, given=f"The axes that wrap are given as {wrap!r},")
             return cls.of(shape, tile, wrap=wraps)
-        mesh = read_machine(machine).usable_mesh
+        mesh = read_machine(machine).mesh
         if shape is not None and Mesh(shape).shape != mesh.shape:
             raise RestartError(
                 f"{machine} describes a {name_shape(mesh.shape)} mesh, got the shape {name_shape(Mesh(shape).shape)}. "

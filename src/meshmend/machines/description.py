@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -38,8 +37,7 @@ class Description:
     two such keys, with the number of channels that work. `channel_ends` are these channels by their number at either
     end, where the description has them. `grids` are what the machine may be, None if nothing says so.
     With `lists_cables` a cable that is not listed is missing; without, all cables of the grid are there but those that
-    are listed as failed or slow. `bad_hosts` have failed, with their reason. `links` is the health of single links, by
-    their name, and `link_names` the cables that links belong to.
+    are listed as failed or slow.
     """
 
     format: str
@@ -54,9 +52,6 @@ class Description:
     failed_coordinates: list[Coordinate] = field(default_factory=list)
     failed_cables: list[tuple[Coordinate, Coordinate]] = field(default_factory=list)
     rates: dict[tuple[Coordinate, Coordinate], Fraction] = field(default_factory=dict)
-    link_names: dict[str, tuple[Coordinate, Coordinate]] = field(default_factory=dict)
-    bad_hosts: dict[str, str] = field(default_factory=dict)
-    links: Mapping[str, int] | None = None
     hardware: str | None = None
     notes: list[str] = field(default_factory=list)
 

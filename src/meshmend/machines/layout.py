@@ -18,6 +18,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from meshmend.errors import LayoutError
 from meshmend.machines.grid import Grid, likely_grids
 from meshmend.machines.search import Budget, Fit, GaveUp, Search
@@ -218,22 +220,15 @@ def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> ChipLayo
 
 def _symmetries(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
     """Yield the reflections and shifts of the axes that may bring the first chip nearer to the first corner."""
-    corner = grid.coordinate(first)
-    options = []
-    for x, n, w in zip(corner, grid.shape, grid.wrap, strict=True):
-        if w:
-            options.append([[(y - x) % n for y in range(n)], [(x - y) % n for y in range(n)]])
-        else:
-            options.append([list(range(n)), list(range(n - 1, -1, -1))])
-    strides = [1]
-    for n in reversed(grid.shape[1:]):
-        strides.insert(0, strides[0] * n)
-
-    for maps in itertools.product(*options):
-        yield tuple(
-            sum(m[x] * stride for m, x, stride in zip(maps, grid.coordinate(p), strides, strict=True))
-            for p in range(grid.size)
-        )
+    number = np.arange(grid.size).reshape(grid.shape)
+    coordinates = np.indices(grid.shape).reshape(len(grid.shape), -1)
+    for flips in itertools.product((False, True), repeat=len(grid.shape)):
+        image = coordinates.copy()
+        for x, n, wraps, flip in zip(image, grid.shape, grid.wrap, flips, strict=True):
+            x[:] = n - 1 - x if flip else x
+            if wraps:
+                x[:] = (x - x[first]) % n
+        yield tuple(number[tuple(image)].tolist())
 
 
 def _no_fit(chips: Sequence[Chip], near: Sequence[set[int]], grids: Sequence[Grid] | None) -> str:

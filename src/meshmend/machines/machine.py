@@ -13,11 +13,10 @@ from fractions import Fraction
 import numpy as np
 
 from meshmend.errors import Coordinate, LayoutError, MachineError, MeshError, name_chip
-from meshmend.machines import own
 from meshmend.machines.description import Chip, Description
 from meshmend.machines.grid import Grid
 from meshmend.machines.layout import SLACK_CHIPS, check_connected, find_layout, neighbours
-from meshmend.topology import Cable, Mesh, name_cable
+from meshmend.topology import Cable, Mesh
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Machine:
     """A mesh or torus with what has failed and what is slow, as read from a description. Made by `read_machine`.
 
     `chips` has the chips that the description names, by coordinate, failed ones included. `notes` says what was
-    assumed and what was not understood. `unplaced` are failures whose place nothing tells, with their reason: as long
-    as there are any, `mesh` is not the machine, and `usable_mesh` refuses it. `hardware` is the preset that fits.
+    assumed and what was not understood. `hardware` is the preset that fits.
 
     `devices` are the numbers by which the machine's runtime knows its live chips, and `channels` the channels of each
     live cable, by their number at its first and at its second end; both are empty where the description has none.
@@ -38,7 +36,6 @@ class Machine:
     chips: Mapping[Coordinate, Chip]
     hardware: str | None = None
     notes: tuple[str, ...] = ()
-    unplaced: Mapping[str, str] = dataclasses.field(default_factory=dict)
     devices: Mapping[Coordinate, int] = dataclasses.field(default_factory=dict)
     channels: Mapping[Cable, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
 
@@ -46,18 +43,6 @@ class Machine:
     def hardware_through_xla(self) -> str | None:
         """The preset that fits where XLA drives the chips, as it does in a job; see `through_xla`."""
         return None if self.hardware is None else through_xla(self.hardware)
-
-    @property
-    def usable_mesh(self) -> Mesh:
-        """The mesh, if the place of every failure is known."""
-        if self.unplaced:
-            listed = "; ".join(f"{name} ({why})" for name, why in list(self.unplaced.items())[:4])
-            raise MachineError(
-                f"{self.file}: failed, but nothing says where in the mesh: {listed}. Give each host its place in a "
-                f"description of your own, as what was intended (--intended FILE), or plan for the shape with --fail.",
-                file=self.file,
-            )
-        return self.mesh
 
     def name(self, chip: Coordinate) -> str:
         """Return a chip's coordinate with the name that its operator knows."""
@@ -135,14 +120,11 @@ def machine_of(found: Description, intended: Description | None = None) -> Machi
 
 
 def _check_same_grid(found: Description, intended: Sequence[Grid] | None) -> None:
-    """Refuse another grid than that of a description which has its own: its places would be those of another mesh.
-
-    Whether axes wrap is compared only where the description itself says so: GKE's labels leave it to be inferred.
-    """
+    """Refuse another grid than that of a description which has its own: its places would be those of another mesh."""
     if found.lists_cables or not found.grids or not intended:
         return
     mine, theirs = found.grids[0], intended[0]
-    if mine.shape != theirs.shape or (found.format == own.FORMAT and mine.wrap != theirs.wrap):
+    if mine != theirs:
         raise MachineError(
             f"{found.file} says that it is {mine}, got {theirs} as what was intended. Leave that out, or correct the "
             f"file.",
@@ -164,14 +146,6 @@ def _narrowed(found: Description, intended: Description) -> Description:
 
 
 def _alone(found: Description) -> tuple[Machine, Coordinates]:
-    if found.links is not None:
-        bad = [name for name, health in found.links.items() if health]
-        raise MachineError(
-            f"{found.file}: {len(bad)} of {len(found.links)} links are not healthy ({', '.join(bad[:6]) or 'none'}), "
-            f"but the lines do not say what a link joins. Give --intended, a description of your own with the "
-            f"names of its links or its chips.",
-            file=found.file,
-        )
     notes = list(found.notes)
     if not found.lists_cables:
         (grid,) = found.grids or [Grid((1,), (False,))]
@@ -185,7 +159,7 @@ def _alone(found: Description) -> tuple[Machine, Coordinates]:
         notes += more
     mesh = Mesh(grid.shape, wrap=grid.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     chips = {coordinate: found.chips[key] for key, coordinate in coordinates.items()}
-    machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes), dict(found.bad_hosts))
+    machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes))
     return _addressed(machine, found, coordinates), coordinates
 
 
@@ -291,11 +265,8 @@ def _minus(intended: Description, found: Description) -> Machine:
     _check_same_grid(found, [Grid.of(whole.mesh.shape, whole.mesh.wrap)])
     notes = [*whole.notes, *found.notes]
     failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.whole.cable_rates)
-    unplaced, here = dict(whole.unplaced), Coordinates()
-    if found.links is not None:
-        more_failed, more_cables, more = _by_links(intended, found, coordinates)
-        failed, cables, notes = failed + more_failed, cables + more_cables, notes + more
-    elif found.chips:
+    here = Coordinates()
+    if found.chips:
         here = {key: coordinates[key] for key in found.chips if key in coordinates}
         strange = [chip.name for key, chip in found.chips.items() if key not in coordinates]
         if strange:
@@ -321,16 +292,9 @@ def _minus(intended: Description, found: Description) -> Machine:
                 cables + found.failed_cables,
                 {**rates, **found.rates},
             )
-    for host, why in found.bad_hosts.items():
-        of_host = [coordinate for coordinate, chip in whole.chips.items() if chip.host == host]
-        failed += of_host
-        if of_host:
-            notes.append(f"{host}: {why}.")
-        else:
-            unplaced[host] = why
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
-    machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
+    machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes))
     return _addressed(machine, found, here)
 
 
@@ -346,29 +310,3 @@ def _moved(found: Description, intended: Description, grid: Grid, coordinates: C
         f"{len(far)} cables are not in {intended.file} and join chips that are not neighbours; they are not used: "
         f"{listed}{' and others' * (len(far) > 6)}. Is this the same machine, cabled as it was?"
     ]
-
-
-def _by_links(
-    intended: Description, found: Description, coordinates: Coordinates
-) -> tuple[list[Coordinate], list[Cable], list[str]]:
-    """Return what unusable links amount to: their cables where they are named, else their whole chips."""
-    failed: list[Coordinate] = []
-    cables: list[Cable] = []
-    notes: list[str] = []
-    for link, health in (found.links or {}).items():
-        chip = ".".join(link.split(".")[:2])
-        if 0 < health < 10:
-            notes.append(f"Link {link} retries (health {health} of 10); it is used as it is.")
-        elif health and link in intended.link_names:
-            cables.append(intended.link_names[link])
-            notes.append(f"Link {link} is unusable: cable {name_cable(intended.link_names[link])}.")
-        elif health and chip in coordinates:
-            failed.append(coordinates[chip])
-            notes.append(f"Link {link} is unusable, and nothing says which cable it is: chip {chip} is left out.")
-        elif health:
-            raise MachineError(
-                f"{found.file}: link {link} is unusable, but {intended.file} names neither it (links) nor {chip} "
-                f"(chips).",
-                file=found.file,
-            )
-    return failed, cables, notes

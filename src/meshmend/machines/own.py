@@ -37,7 +37,7 @@ from meshmend.topology.rates import check_rate
 
 FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
 QUOTE = 'Quote what has a comma in it: "0,3", "0,0-0,1".'
-FIELDS = (MARK, "name", "hardware", "shape", "wrap", "channels", "chips", "hosts", "cables", "failed", "rates", "links")
+FIELDS = (MARK, "name", "hardware", "shape", "wrap", "channels", "chips", "hosts", "cables", "failed", "rates")
 
 
 def read(root: Entry) -> Description:
@@ -91,7 +91,7 @@ def _hardware(entry: Entry) -> str:
 
 
 def _read_cables(root: Entry, found: Description) -> None:
-    for name in ("wrap", "hosts", "rates", "links"):
+    for name in ("wrap", "hosts", "rates"):
         if (entry := root.get(name)) is not None:
             entry.refuse("a field 'shape' beside it", f"{name} alone")
     for name, chip in root.items("chips"):
@@ -152,9 +152,6 @@ def _read_shape(root: Entry, found: Description) -> None:
         found.rates[_cable(str(text), rate, shape)] = check_rate(
             rate.value if _is_number(rate.value) else rate.text(32)
         )
-    for text, names in root.items("links"):
-        for name in names.rows():
-            found.link_names[name.text(128)] = _cable(str(text), names, shape)
 
 
 def _is_number(value: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshmend.errors import MachineError
-from meshmend.machines import gke, libtpu, mesh_graph, neuron, own, tenstorrent
+from meshmend.machines import mesh_graph, neuron, own, tenstorrent
 from meshmend.machines.description import Description, read_topology
 from meshmend.machines.entries import read_json, read_text, read_yaml
 from meshmend.machines.grid import Grid
@@ -20,13 +20,10 @@ FORMATS = (
     mesh_graph.INTENDED,
     mesh_graph.OBSERVED,
     neuron.FORMAT,
-    gke.FORMAT,
-    libtpu.FORMAT,
     own.FORMAT,
 )
 # What begins a line stays on it, and no two parts of a pattern can match the same blanks: a file of nothing but blank
 # lines would take a time that grows with their square.
-LINK = re.compile(r"^[ \t\['\"]*tray\d+\.chip\d+\.ici", re.MULTILINE)
 INTENDED, OBSERVED = (
     re.compile(rf"^[ \t]*(?:{names})\s*(?::\s*)?\{{", re.MULTILINE)
     for names in ("mesh_descriptors|device_topology", "system_graph|asic_descriptors")
@@ -70,16 +67,12 @@ def read_description(file: Path | str) -> Description:
 def parse_description(text: str, file: str) -> Description:
     """Return what the text of a file says."""
     start = text.lstrip()[:1]
-    if libtpu.LINE.match(text) or LINK.search(text[:4096]):
-        return libtpu.read(text, file)
     if start in ("{", "["):
         root = read_json(text, file)
         if neuron.find_devices(root) is not None:
             return neuron.read(root)
         if isinstance(root.value, dict) and own.MARK in root.value:
             return own.read(root)
-        if isinstance(root.value, dict) and {"items", "metadata"} & set(root.value):
-            return gke.read(root)
         raise _unknown(file)
     if INTENDED.search(text):
         return mesh_graph.read_intended(read_text_proto(text, file))

@@ -6,12 +6,11 @@ network with these routes cannot deadlock (Dally and Seitz, 1987).
 
 The proof is a certificate: a level for every channel, such that packets only ever request a channel of a higher
 level than the one they hold. It can be checked one dependency at a time. If there is no such numbering there is a
-cycle, and the shortest one found is named link by link.
+cycle, and one is named link by link.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,9 +22,6 @@ from meshmend.topology import Mesh
 
 Channel = tuple[Coordinate, Coordinate, int]
 """A virtual channel of a link: the chip it leaves, the chip it reaches, the number of the channel."""
-
-MAX_CYCLE_STARTS = 256
-"""Channels on cycles from which a shortest cycle is searched."""
 
 BLOCK_CELLS = 2**20
 """Cells of a route table that are followed at a time; this bounds the memory of a proof."""
@@ -95,10 +91,9 @@ def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
     else:
         scheme, graph = "these flows", trace_dependencies(mesh, routes)
     level = find_levels(graph)
-    cycles = np.flatnonzero(level[graph.held] < 0)
     cycle: tuple[Channel, ...] = ()
-    if len(cycles):
-        cycle = tuple(graph.name(channel) for channel in _short_cycle(graph, level))
+    if (level[graph.held] < 0).any():
+        cycle = tuple(graph.name(channel) for channel in _find_cycle(graph, level))
     return DeadlockProof(
         scheme=scheme,
         deadlock_free=not cycle,
@@ -190,35 +185,15 @@ def find_levels(graph: Dependencies) -> NDArray[np.int32]:
     return level
 
 
-def _short_cycle(graph: Dependencies, level: NDArray[np.int32]) -> list[int]:
-    """Return a shortest cycle through one of the first channels that lie on cycles."""
-    inside = (level[graph.held] < 0) & (level[graph.wanted] < 0)
-    after: dict[int, list[int]] = {}
-    for a, b in zip(graph.held[inside].tolist(), graph.wanted[inside].tolist(), strict=True):
-        after.setdefault(a, []).append(b)
-    best: list[int] = []
-    starts = 0
-    for start in after:
-        came_from = {start: start}
-        queue = deque([start])
-        while queue:
-            at = queue.popleft()
-            for beyond in after.get(at, ()):
-                if beyond == start:
-                    cycle = [at]
-                    while cycle[-1] != start:
-                        cycle.append(came_from[cycle[-1]])
-                    if not best or len(cycle) < len(best):
-                        best = cycle[::-1]
-                    queue.clear()
-                    break
-                if beyond not in came_from:
-                    came_from[beyond] = at
-                    queue.append(beyond)
-        starts += bool(best)
-        if starts >= MAX_CYCLE_STARTS:
-            break
-    return best
+def _find_cycle(graph: Dependencies, level: NDArray[np.int32]) -> list[int]:
+    """Return a cycle: a channel without a level has one before it, so going backwards leads into a cycle."""
+    stuck = level[graph.held] < 0
+    before = dict(zip(graph.wanted[stuck].tolist(), graph.held[stuck].tolist(), strict=True))
+    at, seen = next(iter(before)), dict[int, int]()
+    while at not in seen:
+        seen[at] = len(seen)
+        at = before[at]
+    return list(seen)[seen[at] :][::-1]
 
 
 def _channel(rank: NDArray[np.int64], port: NDArray[np.int64], n_directions: int, n_channels: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ A packet belongs to a *class*, chosen at its source and kept. A router looks up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,9 +23,6 @@ Ports = NDArray[np.int8]
 
 NO_PORT = -1
 """Marks cells where a packet has arrived, or where the class has no route."""
-
-BLOCK_CELLS = 2**19
-"""Cells of a table that are processed at a time: a few megabytes, which stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,6 @@ class Routes:
     class_of: NDArray[np.uint8]
 
     @property
-    def n_classes(self) -> int:
-        """Number of packet classes."""
-        return len(self.port)
-
-    @property
     def n_ports(self) -> int:
         """Ports of a chip: directions times virtual channels."""
         return self.n_channels * self.mesh.n_directions
@@ -119,89 +111,6 @@ class Routes:
                 dst=tuple(dst),
             )
         return chips
-
-    @cached_property
-    def hops(self) -> NDArray[np.int32]:
-        """Length of every route, `[src, column]`: 0 at the destination itself, −1 where there is none.
-
-        Computed from the table alone: all routes are followed at once, doubling the known stretch each time.
-        """
-        lengths = np.empty((self.mesh.n_chips, len(self.destinations)), dtype=np.int32)
-        for columns in self._blocks():
-            for kind in range(self.n_classes):
-                following, hopping = self._next_cells(kind, columns)
-                length = hopping.copy()
-                while hopping[following].any():
-                    if length.max() > self.mesh.n_chips:
-                        raise RoutingError(f"{self.scheme} has a routing loop.", scheme=self.scheme)
-                    length += length[following]
-                    following = following[following]
-                shape = (self.mesh.n_chips, columns.stop - columns.start)
-                ends = (following // shape[1]).reshape(shape)
-                arrived = ends == self.destinations[columns]
-                mine = self.class_of[:, columns] == kind
-                lengths[:, columns][mine] = np.where(arrived, length.reshape(shape), -1)[mine]
-        return lengths
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every flow to the destinations has a route."""
-        return bool((self.hops >= 0).all())
-
-    def all_to_all_load(self) -> NDArray[np.int64]:
-        """Return how many flows each link carries when every chip sends to every destination."""
-        load = np.zeros(self.mesh.n_link_slots, dtype=np.int64)
-        n_directions = self.mesh.n_directions
-        for columns in self._blocks():
-            hops = self.hops[:, columns]
-            for kind in range(self.n_classes):
-                port = self.port[kind, :, columns].ravel()
-                following, _ = self._next_cells(kind, columns)
-                carried = ((self.class_of[:, columns] == kind) & (hops > 0)).ravel().astype(np.int64)
-                for cells in self._inward(following):
-                    np.add.at(carried, following[cells], carried[cells])
-                cells = np.flatnonzero((port >= 0) & (carried > 0))
-                links = cells // hops.shape[1] * n_directions + port[cells] % n_directions
-                np.add.at(load, links, carried[cells])
-        return load
-
-    def _blocks(self) -> Iterator[slice]:
-        """Cut the columns into blocks that fit the processor's cache."""
-        width = max(1, BLOCK_CELLS // self.mesh.n_chips)
-        for first in range(0, len(self.destinations), width):
-            yield slice(first, min(first + width, len(self.destinations)))
-
-    def _next_cells(self, kind: int, columns: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for the cells (at, column) of a block, the cell after one hop, and 1 where there is a hop."""
-        port = self.port[kind, :, columns]
-        n_chips, width = port.shape
-        at = np.broadcast_to(np.arange(n_chips)[:, None], port.shape)
-        there = np.where(port >= 0, self.mesh.neighbours[at, port % self.mesh.n_directions], at)
-        if (there < 0).any():
-            rank, column = np.argwhere(there < 0)[0]
-            lost = self.mesh.chip(int(rank))
-            dst = self.mesh.chip(int(self.destinations[columns][column]))
-            raise RoutingError(
-                f"{self.scheme} leads from {name_chip(lost)} over a failed link, on the way to {name_chip(dst)}.",
-                scheme=self.scheme,
-                src=lost,
-                dst=dst,
-            )
-        following = (there.astype(np.int64) * width + np.arange(width)).ravel()
-        return following, (port >= 0).ravel().astype(np.int64)
-
-    @staticmethod
-    def _inward(following: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Yield the cells with a next hop, leaves first: each cell after all the cells that lead to it."""
-        hopping = following != np.arange(len(following))
-        waiting = np.bincount(following[hopping], minlength=len(following))
-        cells = np.flatnonzero(hopping & (waiting == 0))
-        while len(cells):
-            yield cells
-            targets = following[cells]
-            np.subtract.at(waiting, targets, 1)
-            ready = np.unique(targets[waiting[targets] == 0])
-            cells = ready[hopping[ready]]
 
 
 def all_destinations(mesh: Mesh, destinations: ArrayLike | None) -> IntArray:

@@ -29,7 +29,7 @@ def trace(mesh: Mesh, src: ArrayLike, dst: ArrayLike) -> Trace:
     256×256 is no problem.
 
     Each call proves that its flows, all in flight at once, cannot deadlock, and otherwise raises a `DeadlockError`.
-    (For all pairs at once there is `meshmend.routing.choose`.) Flows that together have more than
+    (For all pairs at once there is `meshmend.routing.all_pairs`.) Flows that together have more than
     `MAX_HOPS` hops, or need larger tables than `MAX_DETOUR_WORK` allows, are refused with a `RoutingError`.
     """
     src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))

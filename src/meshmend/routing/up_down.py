@@ -14,30 +14,17 @@ Routes crowd near the root, and some are longer than necessary: this scheme is t
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from meshmend.routing.table import NO_PORT, Ports, Routes, all_destinations
+from meshmend.routing.table import NO_PORT, Ports
 from meshmend.topology import Mesh
 
 FAR = np.int32(2**29)
 """Longer than any route; a sum of two of them still fits."""
 
 
-def up_down(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes:
-    """Return up*/down* routes to `destinations` (ranks; all by default). Unconnected pairs get no route."""
-    columns = all_destinations(mesh, destinations)
-    return Routes(
-        mesh=mesh,
-        scheme="up-down",
-        n_channels=1,
-        destinations=columns,
-        port=up_down_ports(mesh, columns)[None],
-        class_of=np.zeros((mesh.n_chips, len(columns)), dtype=np.uint8),
-    )
-
-
 def up_down_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
-    """Return the port table, on channel 0."""
+    """Return the ports to `destinations` (ranks), on channel 0. Unconnected pairs have none."""
     number = np.empty(mesh.n_chips, dtype=np.int64)
     order = outward_order(mesh)
     number[order] = np.arange(mesh.n_chips)

@@ -13,10 +13,11 @@ from meshmend.extras import require
 
 require("torch", needed_for="meshmend.torch", extra="torch")
 
-from meshmend.torch.backend import MeshBackend, MeshOptions, tile_ranks
-from meshmend.torch.collective import all_reduce, comm_hook
+from meshmend.torch.backend import MeshBackend, tile_ranks
+from meshmend.torch.collective import all_reduce
 from meshmend.torch.engine import Engine
 from meshmend.torch.measuring import measure
+from meshmend.torch.options import MeshOptions
 
 if TYPE_CHECKING:
     from meshmend.torch.ddp import DistributedDataParallel
@@ -33,7 +34,6 @@ __all__ = [
     "MeshProcessGroup",
     "StepSampler",
     "all_reduce",
-    "comm_hook",
     "measure",
     "tile_ranks",
 ]

@@ -11,97 +11,30 @@ no mesh, with a warning, and of a group of one.
 
 from __future__ import annotations
 
-import os
-import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshmend.cost import Hardware
-from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterError, PayloadError, name_chip
-from meshmend.machines import Machine
-from meshmend.planning import PlanFunction, plan
-from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
+from meshmend.errors import CollectiveError, Coordinate, ParameterError, PayloadError, name_chip
+from meshmend.topology import Mesh, cut_into_tiles
 from meshmend.torch.lost import Reports
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup
+from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import check_tensor, kind_of
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import chip_of_rank, choose_hardware, find_position
 from meshmend.torch.private import GlooBased, gloo_group, name_group
 from meshmend.torch.rendezvous import fresh_store
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
 
 NAME = "meshmend"
-
-
-@dataclass(frozen=True)
-class MeshOptions:
-    """Where this process's chip is: `init_process_group("cpu:meshmend", pg_options=MeshOptions("4x4"))`.
-
-    `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
-    failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
-    MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
-    for `interface`, which the laboratory sets. Without a chip, rank r is on the r-th live chip in row-major
-    order; MESHMEND_FAILED (as "2x2@2,2 5,7") says which ones of a shape are not live.
-
-    `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
-    else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not; see `measure`. `plan`
-    makes the plans of all-reduces, as in `functools.partial(meshmend.plan, cache=PlanCache())`.
-    """
-
-    shape: Sequence[int] | str | None = None
-    chip: Sequence[int] | str | None = None
-    machine: Machine | Path | str | None = None
-    wrap: bool | Sequence[bool] | None = None
-    hardware: str | Hardware | None = None
-    plan: PlanFunction = plan
-    interface: str | None = None
-
-    def position(self, rank: int | None = None, size: int | None = None) -> tuple[Mesh, Coordinate]:
-        """Return the whole machine and this process's chip in it, that of `rank` of `size` where nobody says it."""
-        machine, shape, chip, wrap = self._machine(), self.shape, self.chip, self.wrap
-        if machine is None and shape is None:
-            shape = os.environ.get("MESHMEND_SHAPE")
-        if chip is None:
-            chip = os.environ.get("MESHMEND_CHIP")
-        if chip is None and rank is not None and (shape is not None or machine is not None):
-            chip = chip_of_rank(rank, size, shape, machine)
-        if (shape is None and machine is None) or chip is None:
-            raise MeshError(
-                "The meshmend backend needs to know where this process's chip is. Pass pg_options="
-                'meshmend.torch.MeshOptions("4x4"), or set MESHMEND_SHAPE=4x4 (or MESHMEND_MACHINE, a file), '
-                "and chip=(1, 2) or MESHMEND_CHIP=1,2 where ranks do not follow the chips in row-major order."
-            )
-        if isinstance(chip, str) and re.fullmatch(r"\d+(,\d+)*", chip):
-            chip = parse_chip(chip)
-        if wrap is None and machine is None and shape is not None:
-            text, plain = os.environ.get("MESHMEND_WRAP"), Mesh(shape)
-            wrap = False if text is None else parse_wrap(text, plain.n_axes, given=f"MESHMEND_WRAP is {text!r},")
-        return find_position(shape, chip, machine, False if wrap is None else wrap)
-
-    def plans(self) -> Plans:
-        """Return what plans for the hardware."""
-        machine, is_loopback = self._machine(), self.socket_interface() == "lo"
-        return Plans(self.plan, hardware=choose_hardware(self.hardware, machine, self.plan, is_loopback=is_loopback))
-
-    def socket_interface(self) -> str | None:
-        """Return the network interface, None where Gloo finds one."""
-        return self.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-
-    def _machine(self) -> Machine | Path | str | None:
-        """Return the machine as given, or the file that the environment names where no shape is given either."""
-        if self.machine is None and self.shape is None:
-            return os.environ.get("MESHMEND_MACHINE")
-        return self.machine
 
 
 class MeshBackend(GlooBased):
@@ -136,8 +69,6 @@ class MeshBackend(GlooBased):
         self.mesh = mesh_of(self.chips, self.live)
         self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
-        self.is_part = parent is not None
-        """Whether this group was made of another one, whose plans it shares."""
         self.mesh_group: MeshGroup | None = None
         """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:

@@ -91,8 +91,6 @@ class Channel:
         self.error: Exception | None = None
         self._chips = {} if chips is None else chips
         self._reports = reports
-        self.updating_thread: int | None = None
-        """The thread that runs a caller's update now, inside a call of this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
         self._queue = threading.Condition()
         self._n_tickets = 0

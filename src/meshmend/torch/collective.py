@@ -1,6 +1,6 @@
-"""The public functions: all-reduce a tensor or a tree of tensors, or let DDP do so for its buckets."""
+"""All-reduce a tensor or a tree of tensors."""
 
-# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from meshmend.errors import PayloadError
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
-from meshmend.torch.private import future_for_cpp
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
@@ -26,6 +25,7 @@ def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
     leaves = list(_tensors_with_paths(tree))
     tensors = [leaf for _, leaf in leaves]
     check_tensors(tensors, kind)
+    engine.need_all_reduce()
     # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would
     # add up tensors of equal shapes and different names.
     reduce_tensors(tensors, engine, kind, names=[path for path, _ in leaves])
@@ -63,19 +63,11 @@ def reduce_tensors(
     for alike in by_dtype.values():
         words = describe(alike, kind, names)
         if len(alike) == 1 and alike[0].is_contiguous():
-            engine.reduce(alike[0], kind, words, timeout=timeout)
+            engine.run(alike[0], kind, words, timeout=timeout)
             continue
         # In inference mode the engine's threads could not write to what is made here.
         with torch.inference_mode(False):
             packed = torch.cat([tensor.reshape(-1) for tensor in alike])
-        engine.reduce(packed, kind, words, timeout=timeout)
+        engine.run(packed, kind, words, timeout=timeout)
         for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
             overwrite(tensor, part)
-
-
-def comm_hook(engine: Engine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a DDP bucket over the mesh: `ddp_model.register_comm_hook(engine, comm_hook)`.
-
-    Buckets are reduced one after the other, in the background, while DDP goes on with the backward pass.
-    """
-    return future_for_cpp(engine.start(bucket.buffer(), dist.ReduceOp.AVG))

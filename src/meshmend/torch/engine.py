@@ -10,9 +10,7 @@ Made for Gloo. It works with any group whose `send` and `recv` match messages by
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -25,21 +23,16 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.lost import Reports
-from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
+from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.private import Transport
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
-from meshmend.torch.work import Worker
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
-Update = Callable[[slice, Flat], None]
-"""What an owner does with a part of the payload when its sum is complete: from its position among the payload's
-elements and its sums, which it replaces in place by what every chip shall end with."""
-
 
 class Engine:
-    """Runs one schedule on one rank, any number of times: `all_reduce`, `reduce_scatter` or `all_gather`, as it is for.
+    """Runs one schedule on one rank, any number of times.
 
     `group` is a process group with one member per chip; `group_ranks[r]` is the group's number for the schedule's
     rank r (the same number where it is left out). Making an engine is a collective call, as making a group is: all
@@ -75,8 +68,6 @@ class Engine:
             channel = Channel(group, chips, Reports.of(group, chips))
         self._channel = channel
         self._plan = ""
-        self._worker = Worker(self._channel)
-        self._guard = threading.Lock()
         refusal: MeshmendError | None = None
         try:
             self._program: ChipProgram = self._compile()
@@ -125,152 +116,55 @@ class Engine:
         """The error that broke this engine, if any."""
         return self._channel.error
 
-    def owned(self, n_elements: int) -> tuple[slice, ...]:
-        """Return which elements of a payload of that size this chip owns, in ascending order.
-
-        Of an all-reduce with an update, they are what the update is called with, one call for each. A chip may own
-        none: there may be fewer chunks than chips, or fewer elements than chunks.
-        """
-        if self.schedule.collective is Collective.ALL_REDUCE:
-            raise self._other_collective("has no owners", Collective.ALL_REDUCE_WITH_UPDATE)
-        total = self._program.total_chunks
-        cuts = [(n_elements * run.first // total, n_elements * run.last // total) for run in self._program.owned]
-        return tuple(slice(start, stop) for start, stop in cuts if start < stop)
-
-    def all_reduce(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, update: Update | None = None
-    ) -> None:
+    def all_reduce(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
-
-        An all-reduce with an update may be given one. `update(where, values)` is called on the owner of each part of
-        the payload when its sum (or mean, …) is complete: `where` is its position among the payload's elements, one of
-        `owned(payload.numel())`, and `values` those elements, to be changed in place. Every chip ends with what the
-        owner put there. Calls come in any order, one at a time, without autograd, perhaps from another thread; their
-        time counts towards the engine's timeout. Keep what an update changes elsewhere (an optimizer's state) aside
-        until `all_reduce` has returned: if it raises, other updates may not have happened. An error in an update is
-        raised here and breaks the engine; no other chip can finish without that part, so each of them raises
-        `LostChipError`.
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
         pass equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
-        not respond; the payload is then invalid. Calls run in the order in which they and `start` were called.
+        not respond; the payload is then invalid. Calls of several threads run in the order in which they were made.
         """
-        kind, words = self._checked(payload, op, update)
-        self._run(payload, kind, words, self._channel.ticket(), update)
-
-    def reduce_scatter(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a contiguous tensor over all chips; this chip ends with the sums of `owned(payload.numel())`.
-
-        They are in their place in the payload. All other elements are scratch then: partial sums that mean nothing.
-        Raises as `all_reduce` does.
-        """
-        self._need(Collective.REDUCE_SCATTER)
+        self.need_all_reduce()
         kind = kind_of(op)
         check_payload(payload, kind)
-        self._run(payload, kind, describe([payload], kind), self._channel.ticket())
+        self.run(payload, kind, describe([payload], kind))
 
-    def all_gather(self, payload: Annotated[torch.Tensor, "[...]"]) -> None:
-        """Fill a contiguous tensor with what each of its elements is at its owner: here `owned(payload.numel())`.
-
-        Elements of any dtype are moved as they are. Raises as `all_reduce` does.
-        """
-        self._need(Collective.ALL_GATHER)
-        check_payload(payload, None)
-        self._run(payload, None, describe([payload], None), self._channel.ticket())
-
-    def reduce(
-        self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str, *, timeout: timedelta | None = None
-    ) -> None:
-        """All-reduce a payload that has been checked; `words` say what it is, and members agree on them."""
-        self._need(Collective.ALL_REDUCE)
-        self._run(payload, kind, words, self._channel.ticket(), timeout=timeout)
+    def need_all_reduce(self) -> None:
+        """Raise `ScheduleError` if the schedule is of another collective."""
+        if not self.schedule.collective.is_all_reduce:
+            raise ScheduleError(
+                f"This engine runs {self.schedule!r}, which is no all-reduce. Make an engine with meshmend.plan(mesh)."
+            )
 
     def run(
         self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str, *, timeout: timedelta | None = None
     ) -> None:
-        """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved."""
-        self._run(payload, kind, words, self._channel.ticket(), timeout=timeout)
+        """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved.
 
-    def _checked(self, payload: torch.Tensor, op: Any, update: Update | None) -> tuple[Any, str]:
-        """Check the arguments of an all-reduce; return the kind of reduction, and what members agree on."""
-        self._need(Collective.ALL_REDUCE if update is None else Collective.ALL_REDUCE_WITH_UPDATE)
-        kind = kind_of(op)
-        check_payload(payload, kind)
-        return kind, describe([payload], kind) + " with a fused update" * (update is not None)
-
-    def _need(self, collective: Collective) -> None:
-        """Raise `ScheduleError` unless the schedule is of that collective; one with an update is an all-reduce too."""
-        if self._channel.updating_thread == threading.get_ident():
-            raise ParameterError(
-                "An update called an engine whose call it is a part of: calls run one after the other, so this one "
-                "would wait for ever. Call it once all_reduce has returned."
-            )
-        ours = self.schedule.collective
-        if ours is not collective and not (ours.is_all_reduce and collective is Collective.ALL_REDUCE):
-            raise self._other_collective(f"is no {collective}", collective)
-
-    def _other_collective(self, why: str, wanted: Collective) -> ScheduleError:
-        return ScheduleError(
-            f"This engine runs {self.schedule!r}, which {why}. Make an engine with "
-            f"meshmend.plan(mesh, collective={wanted.value!r})."
-        )
-
-    def _run(
-        self,
-        payload: torch.Tensor,
-        kind: Any,
-        words: str,
-        ticket: int,
-        update: Update | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+        `words` say what the payload is, and members agree on them. Of a reduce-scatter, what this chip does not own is
+        scratch afterwards: partial sums that mean nothing.
+        """
+        ticket = self._channel.ticket()
         # In inference mode other threads could not write to what is made here.
         with self._channel.in_order(ticket), torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
-            own_update = None if update is None else self._finished_update(update, kind)
-            run = ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, own_update)
             try:
-                run.go()
+                ProgramRun(self._program, self._channel, self._members, flat, combine, deadline).go()
             except TransportError as error:
                 raise self._channel.lose(error, str(self.schedule.mesh)) from error
             except BaseException as error:
                 self._break(error)
                 raise
-            if kind == dist.ReduceOp.AVG and update is None:
+            if kind == dist.ReduceOp.AVG:
                 flat /= self.schedule.mesh.n_chips
             overwrite(payload, flat)
 
-    def _finished_update(self, update: Update, kind: Any) -> Update:
-        """Return an update that is given means where means are asked for, and that refuses a result."""
-
-        def finish(where: slice, values: torch.Tensor) -> None:
-            if kind == dist.ReduceOp.AVG:
-                values /= self.schedule.mesh.n_chips
-            self._channel.updating_thread = threading.get_ident()
-            try:
-                result = update(where, values)  # type: ignore[func-returns-value]  # people forget
-            finally:
-                self._channel.updating_thread = None
-            if result is not None:
-                raise ParameterError(
-                    f"An update changes its values in place and returns nothing, got a {type(result).__name__} from "
-                    f"{update!r}. Write values.copy_(…)."
-                )
-
-        return finish
-
     def _agree(self, words: str, deadline: Deadline) -> None:
-        with self._closing():
-            self._channel.agree(words, deadline)
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Close the connections where a small exchange fails, unless all members have seen why."""
+        """Agree on what comes next; close the connections where that fails, unless all members have seen why."""
         try:
-            yield
+            self._channel.agree(words, deadline)
         except DisagreementError:
             raise
         except TransportError as error:
@@ -285,26 +179,13 @@ class Engine:
         """Record what ended a call half-way: not a lost chip, but the connections are closed as after one."""
         self._channel.fail(MeshmendError(f"An earlier call of this engine ended half-way: {error!r}."))
 
-    def start(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, update: Update | None = None
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
-        kind, words = self._checked(payload, op, update)
-        with self._guard:  # so that calls are submitted in the order of their tickets
-            ticket = self._channel.ticket()
-
-            def run() -> torch.Tensor:
-                self._run(payload, kind, words, ticket, update)
-                return payload
-
-            return self._worker.start(run)
-
     def close(self) -> None:
-        """Close the group's connections and end the background thread.
+        """Close the group's connections: every pending wait ends at once, here and at the neighbours.
 
-        Every pending wait ends at once, here and at the neighbours. The engine is unusable afterwards.
+        The engine is unusable afterwards.
         """
-        self._worker.close(MeshmendError("This engine was closed: make another on a new group."))
+        self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
+        self._channel.close()
 
 
 def digest_of(schedule: Schedule, members: Sequence[int]) -> str:

@@ -47,34 +47,32 @@ Lane = tuple[tuple[int, int], ...]
 """Pairs of neighbours that exchange messages, each chip in one of them at most."""
 
 
-def measure(group: dist.ProcessGroup | None = None, *, file: str | Path | None = None) -> Hardware:
-    """Return the hardware of a group of the meshmend backend as its members show it; all of them call it.
+def measure(*, file: str | Path | None = None) -> Hardware:
+    """Return the hardware of the default group, of the meshmend backend, as its members show it; all of them call it.
 
     From then on the group plans for it, and so do all groups that are made of it. Call it before any collective of
     theirs, as in `init_process_group("cpu:meshmend")`, then `measure()`. With `file`, rank 0 also writes what it found
     there: `hardware=file` takes it wherever a preset's name is taken, as in `MeshProcessGroup(…, hardware=file)`.
     """
-    chosen = dist.group.WORLD if group is None else group
-    if not isinstance(chosen, MeshBackend) or chosen.mesh_group is None or chosen.mesh is None:
-        what = "a group of one, or one that forms no mesh" if isinstance(chosen, MeshBackend) else repr(chosen)
+    world = dist.group.WORLD
+    if not isinstance(world, MeshBackend) or world.mesh_group is None or world.mesh is None:
+        what = "a group of one, or one that forms no mesh" if isinstance(world, MeshBackend) else repr(world)
         raise ParameterError(
-            f"measure needs a group of the meshmend backend whose members form a mesh, got {what}. Call "
+            f"measure needs a default group of the meshmend backend whose members form a mesh, got {what}. Call "
             'init_process_group("cpu:meshmend") first.'
         )
-    if chosen.is_part:
-        raise ParameterError("measure needs all live chips: give it the default group, not one that is a part of it.")
-    mesh, members = chosen.mesh, chosen.mesh_group
+    mesh, members = world.mesh, world.mesh_group
     hosts, loops = _run_loops(mesh, members)
-    key = f"hardware/{chosen.count_measurement()}"
-    store = chosen.get_group_store()
-    if chosen.rank() == 0:
-        found = fit(loops, mesh, n_hosts=hosts, is_loopback=chosen.options.socket_interface() == "lo")
+    key = f"hardware/{world.count_measurement()}"
+    store = world.get_group_store()
+    if world.rank() == 0:
+        found = fit(loops, mesh, n_hosts=hosts, is_loopback=world.options.is_loopback)
         store.set(key, json.dumps(hardware_facts(found)))
         if file is not None:
             write_hardware(found, file, _facts(mesh, hosts, loops))
     store.wait([key], members.timeout)
-    chosen.plan_for(parse_hardware(json.loads(store.get(key)), "What rank 0 has measured"))
-    return chosen.hardware
+    world.plan_for(parse_hardware(json.loads(store.get(key)), "What rank 0 has measured"))
+    return world.hardware
 
 
 def fit(loops: Sequence[TimedLoop], mesh: Mesh, *, n_hosts: int, is_loopback: bool) -> Hardware:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +13,8 @@ import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, name_chip
-from meshmend.topology import Cable, Mesh, name_cable, parse_chip
+from meshmend.topology import Cable, Mesh, name_cable, name_shape, parse_chip
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import describe_machine
 from meshmend.torch.rendezvous import exchange
 
 
@@ -86,3 +86,11 @@ def survivors(whole: Mesh, members: Sequence[MemberInfo]) -> Mesh:
     here = {member.chip for member in members}
     left = whole.fail(*(chip for chip in map(whole.chip, range(whole.n_chips)) if chip not in here))
     return left.with_failures(failed_cables=frozenset[Cable]().union(*(member.cables for member in members)))
+
+
+def describe_machine(whole: Mesh) -> str:
+    """Describe a machine such that two that differ in any chip, cable or rate have different texts."""
+    if whole.is_full and not whole.has_slow_cables:
+        return name_shape(whole.shape)
+    exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
+    return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"

@@ -12,7 +12,6 @@ equal shapes, dtypes and operations (checked at each call, before data moves).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,15 +33,13 @@ from meshmend.topology import Cable, Mesh, Region
 from meshmend.torch.collective import check_tensors
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
+from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import kind_of
 from meshmend.torch.plans import Plans
-from meshmend.torch.position import choose_hardware, find_position
 from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
 from meshmend.torch.rendezvous import Patience, check_store
 from meshmend.torch.work import MeshWork
-
-INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass
@@ -61,15 +58,8 @@ class Timings:
 class MeshProcessGroup(ReconfiguredGroup):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
-    `shape` and `wrap` describe the whole machine, `chip` is this process's coordinate in it. In their place, `machine`
-    or the file that describes it (`meshmend.machines.read_machine`) also brings the failed and slow cables, and `chip`
-    may be a name that it has. A chip that it calls failed cannot join.
-
-    `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
-    else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not.
-
-    `plan` makes the plans: by default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind
-    parameters to it for others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
+    What it shares with the backend is explained in `MeshOptions`: where the chip is, the hardware that plans are made
+    for, what makes them, and the network interface. A chip that the machine calls failed cannot join.
 
     A chip that dies during an all-reduce raises an error on every survivor: within a fraction of a second if its
     process ended, within `timeout` if its cables were cut.
@@ -84,16 +74,16 @@ class MeshProcessGroup(ReconfiguredGroup):
         chip: Sequence[int] | str | None = None,
         *,
         machine: Machine | Path | str | None = None,
-        wrap: bool | Sequence[bool] = False,
+        wrap: bool | Sequence[bool] | None = None,
         hardware: str | Hardware | None = None,
         plan: PlanFunction = plan,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
         super().__init__(timeout)
-        self._whole, self._chip = find_position(shape, chip, machine, wrap)
-        self._interface = interface or os.environ.get(INTERFACE_ENV)
-        self._plans = Plans(plan, hardware=choose_hardware(hardware, machine, plan, is_loopback=self.is_loopback))
+        self._options = MeshOptions(shape, chip, machine, wrap, hardware, plan, interface)
+        self._whole, self._chip = self._options.position()
+        self._plans = self._options.plans()
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
         self._mesh: Mesh | None = None
@@ -119,7 +109,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     @property
     def is_loopback(self) -> bool:
         """Whether the members are processes of one machine."""
-        return self._interface == "lo"
+        return self._options.is_loopback
 
     @property
     def whole(self) -> Mesh:
@@ -184,7 +174,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         # Cables in quarantine: what any of the members knows counts.
         self._mesh = mesh = survivors(self._whole, members)
         # Gloo's timeout is for each connection. Everybody was there a moment ago.
-        patience, interface = min(2 * self._patience.now, self._timeout), self._interface
+        patience, interface = min(2 * self._patience.now, self._timeout), self._options.socket_interface()
         gloo = gloo_group(store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface)
         group = MeshGroup(mesh, [member.chip for member in members], gloo, self._plans, self._timeout)
         with self._guard:

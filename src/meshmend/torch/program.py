@@ -11,23 +11,18 @@ A send whose chunks are written in its own step is *staged*: it leaves from a co
 is made. If they waited until it has arrived, two chips that exchange chunks within a step could deadlock: each would
 hold back the write that the other's message needs.
 
-An *update* is what an owner does with a chunk between the last write that adds to it and all that waits for that write.
-
 Everything else overlaps. Nothing here imports torch: this is the part that can be tested without processes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
-from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule import Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -64,30 +59,16 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class OwnedRun:
-    """Chunks `first` … `last − 1`, which this rank owns: complete once the receive `after` is written, if there is one.
-
-    Only in an all-reduce with an update `after` is known, and chunks that are complete at different moments lie apart.
-    """
-
-    first: int
-    last: int
-    after: int | None = None
-
-
-@dataclass(frozen=True)
 class ChipProgram:
     """What one rank does: sends and receives in order of step, with numbers that they refer to each other by.
 
-    A tag is a message's number among those of its pair of ranks and its direction; both ends count alike. `owned` is
-    empty for a plain all-reduce, in which owners mean nothing.
+    A tag is a message's number among those of its pair of ranks and its direction; both ends count alike.
     """
 
     rank: int
     total_chunks: int
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
-    owned: tuple[OwnedRun, ...] = ()
 
     @cached_property
     def waiting_for_receive(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -111,14 +92,6 @@ class ChipProgram:
                 waiting[send].append(number)
         return tuple(map(tuple, waiting))
 
-    @cached_property
-    def updates(self) -> Mapping[int | None, tuple[OwnedRun, ...]]:
-        """For each receive that completes chunks of this rank, those chunks; under None, those without a receive."""
-        found: dict[int | None, list[OwnedRun]] = defaultdict(list)
-        for run in self.owned:
-            found[run.after].append(run)
-        return {after: tuple(runs) for after, runs in found.items()}
-
 
 def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
     """Return the program of one rank of a schedule that `verify` accepts.
@@ -131,7 +104,6 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
     sends: list[Send] = []
     receives: list[Receive] = []
     last_write: dict[int, int] = {}
-    last_add: dict[int, int] = {}
     reads: dict[int, list[tuple[int, int]]] = defaultdict(list)
     n_sent: dict[int, int] = defaultdict(int)
     n_received: dict[int, int] = defaultdict(int)
@@ -162,8 +134,6 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
             for chunk in chunks:
                 last_write[chunk] = len(receives)
             adds = op == Op.REDUCE
-            if adds:
-                last_add.update(dict.fromkeys(chunks, len(receives)))
             # A copy that comes, in a later step, from the very chip that all old values were sent to, and only to: that
             # chip had them before it sent the copy, and they in turn left after everything that was written here
             # earlier. In the same step it may send the copy first. Or one of which nothing was read or written here
@@ -174,38 +144,7 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
             )
             receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1
-    owned = _owned_runs(schedule, rank)
-    if schedule.collective is Collective.ALL_REDUCE_WITH_UPDATE:
-        owned = _by_update(owned, edges, last_add)
-    return ChipProgram(rank, schedule.total_chunks, tuple(sends), tuple(receives), tuple(owned))
-
-
-def _owned_runs(schedule: Schedule, rank: int) -> list[OwnedRun]:
-    """Return the runs of chunks that a rank owns, as long as they are, unless owners mean nothing."""
-    if schedule.collective is Collective.ALL_REDUCE:
-        return []
-    template = schedule.template
-    mine = np.concatenate([[False], template.owners == rank, [False]])
-    starts, ends = np.flatnonzero(mine[1:] & ~mine[:-1]).tolist(), np.flatnonzero(~mine[1:] & mine[:-1]).tolist()
-    found: list[OwnedRun] = []
-    for repeat in range(schedule.repeats):
-        shift = repeat * template.total_chunks
-        for first, last in zip(starts, ends, strict=True):
-            before = found.pop() if found and found[-1].last == first + shift else None
-            found.append(OwnedRun(before.first if before else first + shift, last + shift))
-    return found
-
-
-def _by_update(owned: list[OwnedRun], edges: Sequence[int], last_add: Mapping[int, int]) -> list[OwnedRun]:
-    """Cut runs where their chunks are complete after different receives."""
-    found: list[OwnedRun] = []
-    for run in owned:
-        inside = edges[bisect_right(edges, run.first) : bisect_right(edges, run.last - 1)]
-        for first, last in pairwise([run.first, *inside, run.last]):
-            after = last_add.get(bisect_right(edges, first) - 1)
-            joins = found and (found[-1].last, found[-1].after) == (first, after) and first != run.first
-            found.append(OwnedRun(found.pop().first if joins else first, last, after))
-    return found
+    return ChipProgram(rank, schedule.total_chunks, tuple(sends), tuple(receives))
 
 
 def _messages(schedule: Schedule, rank: int) -> list[tuple[int, int, int, int, int, int]]:

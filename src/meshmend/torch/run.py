@@ -1,22 +1,21 @@
 """One all-reduce of one payload, on one chip: which messages are still to come, and what waits for them.
 
 A chip waits only for the data that it needs: one thread per neighbour receives its messages, adds or copies them into
-place and sends whatever that made ready; where messages are few and short, one thread does so for all neighbours. Where
-that completes a chunk that this chip owns, the chunk's update comes in between. Receives are posted ahead into buffers
-that are kept from one run to the next; sends read the payload itself, which is reduced in place, or a copy where the
-schedule writes in the same step what it sends.
+place and sends whatever that made ready; where messages are few and short, one thread does so for all neighbours.
+Receives are posted ahead into buffers that are kept from one run to the next; sends read the payload itself, which is
+reduced in place, or a copy where the schedule writes in the same step what it sends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from meshmend.torch.channel import Channel, Deadline, TransportError
-from meshmend.torch.payload import Combine, Flat
+from meshmend.torch.payload import Combine
 from meshmend.torch.private import Work
 from meshmend.torch.program import ChipProgram, Receive
 
@@ -30,11 +29,7 @@ SHORT_BYTES = 2**18
 
 
 class ProgramRun:
-    """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r.
-
-    `update` is called for each run of chunks that this rank owns, with its position in the payload and its elements,
-    when it is complete and before it is sent on; one call at a time.
-    """
+    """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r."""
 
     def __init__(
         self,
@@ -44,7 +39,6 @@ class ProgramRun:
         flat: torch.Tensor,
         combine: Combine,
         deadline: Deadline,
-        update: Callable[[slice, Flat], None] | None = None,
     ) -> None:
         self.program = program
         self.channel = channel
@@ -53,8 +47,6 @@ class ProgramRun:
         self.deadline = deadline
         self._n_elements = int(flat.numel())
         self._combine = combine
-        self._update = update
-        self._updating = threading.Lock()
         sends, receives = program.sends, program.receives
         self._send_waits = [len(send.after_receives) for send in sends]
         self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
@@ -75,7 +67,6 @@ class ProgramRun:
             for number, receive in enumerate(self.program.receives):
                 numbers.setdefault(receive.peer, []).append(number)
             self._inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
-            self._update_after(None)
             self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
         except BaseException as error:
             self.fail(error)
@@ -141,7 +132,6 @@ class ProgramRun:
         message = self.program.receives[number]
         if not message.direct:
             self._place(number, message, arrived)
-        self._update_after(number)
         ready, freed = [], False
         sends, receives = self.program.waiting_for_receive[number]
         with self._state:
@@ -176,17 +166,6 @@ class ProgramRun:
                 self._combine(held, arrived)
             else:
                 held.copy_(arrived)
-
-    def _update_after(self, number: int | None) -> None:
-        """Let the owner change the chunks that this write has completed: all that sends them on still waits for it."""
-        due = self.program.updates.get(number, ()) if self._update is not None else ()
-        for run in due:
-            where = slice(self._bound(run.first), self._bound(run.last))
-            if self._update is not None and where.start < where.stop:
-                # Neighbours' threads complete chunks side by side, and whoever writes an update should not think of
-                # that.
-                with self._updating, torch.no_grad():
-                    self._update(where, self.flat[where])
 
     def _finish(self, send: int) -> None:
         """Wait until a send has arrived.

@@ -54,12 +54,8 @@ class StepSampler:
         torchft counts its gradients as zero.
         """
         first = self.position + (self._manager.participating_rank() or 0) * self.batch_size
-        return self.records(first, first + self.batch_size)
-
-    def records(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the record numbers of a part of the sequence of all epochs."""
-        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), self.n_samples)
-        found = np.empty(stop - start, dtype=np.int64)
+        epochs, offsets = np.divmod(np.arange(first, first + self.batch_size, dtype=np.int64), self.n_samples)
+        found = np.empty(self.batch_size, dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             found[here] = order_of(self.seed, int(epoch), self.n_samples)[offsets[here]]

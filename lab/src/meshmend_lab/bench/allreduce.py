@@ -1,7 +1,5 @@
 """All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
 
-With updates, each plan is also timed as a training step's exchange with a fused update: owners apply AdamW on the way.
-
 Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
 the machine affects all of them alike. All processes read the same clock, so a run lasts from the first chip's
 start to the last chip's end.
@@ -10,11 +8,10 @@ start to the last chip's end.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,11 +24,11 @@ from meshmend.errors import Coordinate, PlanError, name_chip
 from meshmend.launch import Chips
 from meshmend.launch.processes import free_port
 from meshmend.planning import PLANNERS, Auto, plan
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
+from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import mode_for
-from meshmend.torch.position import LOOPBACK
 from meshmend.torch.private import gloo_backend
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import Lab
@@ -40,8 +37,6 @@ from meshmend_lab.mesh.namespaces import INTERFACE
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
 """`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
-UPDATE = ", update"
-"""After a planner's name: its all-reduce with an update, in which owners update their weights with AdamW."""
 WITHOUT_SLACK = "auto, no slack"
 """The plan that is fastest where everybody waits for the end of each step."""
 PORT = 29400
@@ -52,8 +47,7 @@ TIMEOUT = timedelta(minutes=10)
 class Result:
     """One case on one mesh: the best run in seconds, in units of M/b, and in ratios.
 
-    `to_best` is its median over the smallest of any planner's all-reduce: short runs are lucky at times. `to_plain` is
-    there for an update: its best run over that of the same planner's all-reduce.
+    `to_best` is its median over the smallest of any planner's: short runs are lucky at times.
     """
 
     mesh: str
@@ -66,7 +60,6 @@ class Result:
     to_bound: float | None
     to_gloo: float
     to_best: float | None = None
-    to_plain: float | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return the figures."""
@@ -79,31 +72,24 @@ def hardware_of(lab: Lab | None) -> Hardware:
 
 
 def applicable(
-    mesh: Mesh, payload_bytes: int, hardware: Hardware, names: Sequence[str] | None = None, *, update: bool = False
+    mesh: Mesh, payload_bytes: int, hardware: Hardware, names: Sequence[str] | None = None
 ) -> dict[str, Schedule]:
     """Return the proven plan of every planner that serves a mesh, with parameters that suit payload and hardware.
 
     The last is that of "auto", which process groups run by default; over links that have a latency, what it would be
-    without slack comes before it. With `update`, also those of an all-reduce with an update, where the planner has one.
+    without slack comes before it.
     """
     schedules = {}
     mode = mode_for(hardware)
     runs_auto = names is None or Auto.name in names
-    if runs_auto and hardware.hop_latency_s and mode == "asynchronous" and not update:
+    if runs_auto and hardware.hop_latency_s and mode == "asynchronous":
         schedules[WITHOUT_SLACK] = plan(mesh, Auto.name, payload_bytes=payload_bytes, hardware=hardware)
-    collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_UPDATE] * update
     for name in names or PLANNERS:
-        for collective in collectives:
-            is_fused = collective is Collective.ALL_REDUCE_WITH_UPDATE
-            try:
-                made = plan(
-                    mesh, name, collective=collective, payload_bytes=payload_bytes, hardware=hardware, mode=mode
-                )
-            except PlanError:
-                if names and not is_fused:
-                    raise
-            else:
-                schedules[name + UPDATE * is_fused] = made
+        try:
+            schedules[name] = plan(mesh, name, payload_bytes=payload_bytes, hardware=hardware, mode=mode)
+        except PlanError:
+            if names:
+                raise
     return schedules
 
 
@@ -114,12 +100,11 @@ def measure(
     lab: Lab | None = None,
     planners: Sequence[str] | None = None,
     repeat: int = 3,
-    update: bool = False,
     patience_s: float = 900.0,
 ) -> list[Result]:
     """Time Gloo and the planners on one mesh, in a lab or (without one) over loopback."""
     hardware = hardware_of(lab)
-    schedules = applicable(mesh, payload_bytes, hardware, planners, update=update)
+    schedules = applicable(mesh, payload_bytes, hardware, planners)
     # What "auto" takes is another planner's plan, mostly: it is timed once, and both have the same times.
     first = {case: next(one for one in schedules if schedules[one] == schedules[case]) for case in schedules}
     timed = {case: schedules[case] for case in dict.fromkeys(first.values())}
@@ -135,7 +120,7 @@ def measure(
     cases = list(dict.fromkeys([GLOO, *schedules, *spans[0]]))
     seconds = {case: run_seconds([span[first.get(case, case)] for span in spans]) for case in cases}
     medians = {case: statistics.median(seconds[case]) for case in cases}
-    fastest = min((medians[case] for case in schedules if not case.endswith(UPDATE)), default=None)
+    fastest = min((medians[case] for case in schedules), default=None)
     unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
     results = []
     for case in cases:
@@ -153,7 +138,6 @@ def measure(
                 to_bound=None if units is None else units / bound(mesh).units,
                 to_gloo=best / min(seconds[GLOO]),
                 to_best=None if fastest is None else medians[case] / fastest,
-                to_plain=best / min(seconds[case.removesuffix(UPDATE)]) if case.endswith(UPDATE) else None,
             )
         )
     return results
@@ -188,7 +172,7 @@ def _time_cases(
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
     for name, schedule in schedules.items():
         engine = Engine(schedule, rank, group, timeout=TIMEOUT)
-        ways[name] = _update_with(engine, payload_bytes // 4) if name.endswith(UPDATE) else engine.all_reduce
+        ways[name] = engine.all_reduce
     if process_group:
         from meshmend.torch.process_group import MeshProcessGroup
 
@@ -205,46 +189,9 @@ def _time_cases(
             started = time.monotonic()
             ways[case](payload)
             runs.append((started, time.monotonic()))
-            if case.endswith(UPDATE):
-                if not torch.allclose(payload, torch.tensor(updated_weight(mesh.n_chips)), rtol=1e-6, atol=0.0):
-                    raise LabError(f"{case} gave wrong weights on {mesh}.")
-            elif not bool((payload == mesh.n_chips).all()):
+            if not bool((payload == mesh.n_chips).all()):
                 raise LabError(f"{case} gave a wrong sum on {mesh}.")
     group.barrier().wait()
     # Rank 0 hosts the store, so the others leave first.
     time.sleep(0.2 if rank == 0 else 0)
     return spans
-
-
-ADAMW: Mapping[str, float] = {"rate": 0.003, "decay": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-
-
-def _update_with(engine: Engine, n_weights: int) -> Callable[[torch.Tensor], None]:
-    """Return a first step of AdamW on weights of one, with the state of what this chip owns."""
-    rate, decay, beta1, beta2, epsilon = ADAMW.values()
-    owned = engine.owned(n_weights)
-    state = {where.start: [torch.zeros(where.stop - where.start) for _ in range(3)] for where in owned}
-
-    def adamw(where: slice, values: torch.Tensor) -> None:
-        weights, mean, square = state[where.start]
-        mean.mul_(beta1).add_(values, alpha=1 - beta1)
-        square.mul_(beta2).addcmul_(values, values, value=1 - beta2)
-        weights.mul_(1 - rate * decay)
-        weights.addcdiv_(mean, (square / (1 - beta2)).sqrt_().add_(epsilon), value=-rate / (1 - beta1))
-        values.copy_(weights)
-
-    def update(gradients: torch.Tensor) -> None:
-        for weights, *moments in state.values():
-            weights.fill_(1.0)
-            for moment in moments:
-                moment.zero_()
-        engine.all_reduce(gradients, update=adamw)
-
-    return update
-
-
-def updated_weight(gradient: float) -> float:
-    """Return what that step makes of a weight, by the formula."""
-    rate, decay, beta1, beta2, epsilon = ADAMW.values()
-    mean, square = (1 - beta1) * gradient / (1 - beta1), (1 - beta2) * gradient**2 / (1 - beta2)
-    return 1 - rate * decay - rate * mean / (math.sqrt(square) + epsilon)

@@ -53,12 +53,6 @@ def allreduce(
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable.", show_default="all")
     ] = None,
     repeat: RepeatOption = 3,
-    update: Annotated[
-        bool,
-        typer.Option(
-            "--update", help="Also time a sharded update: each plan with a fused update, AdamW at the owners."
-        ),
-    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Time Gloo's own all-reduce and every plan, on the same links in the same run.
@@ -82,7 +76,7 @@ def allreduce(
         sizes,
         rate if lab_shape else None,
         delay,
-        partial(measure, planners=planner, repeat=repeat, update=update),
+        partial(measure, planners=planner, repeat=repeat),
     )
     if json:
         links = {"rate": rate if lab_shape else None, "delay": delay}
@@ -200,8 +194,7 @@ def _show_times(results: list[Result]) -> None:
         ("median", lambda row: number(row.median_s, ".4g")),
         ("× best", lambda row: number(row.to_best)),
     ]
-    if any(result.to_plain is not None for result in results):
-        columns.append(("× all-reduce", lambda row: number(row.to_plain) or ""))
+
     print_rows(results, columns, title="all-reduce, best run", names=3)
 
 

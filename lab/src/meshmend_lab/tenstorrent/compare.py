@@ -55,7 +55,7 @@ def compare_with_runtime(
         for who, asked in (("ttnn, asked for a mesh", answer.asked), ("ttnn, asked for a line", answer.line)):
             if asked is not None and (opened is None or asked.shape != opened.shape):
                 meshes.append((who, Mesh(asked.shape)))
-    meshes.append(("meshmend", machine.usable_mesh))
+    meshes.append(("meshmend", machine.mesh))
     rows = (UsedMesh(who, mesh, _seconds(mesh, payload_bytes, priced)) for who, mesh in meshes)
     return RuntimeComparison(answer, tuple(rows))
 

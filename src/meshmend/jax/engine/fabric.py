@@ -221,7 +221,7 @@ def _on_machine(
     coords: Sequence[Sequence[int] | str] | None,
 ) -> Fabric:
     """Return the fabric of a machine that is described: what has failed there, or has no device, is the hole."""
-    mesh = machine.usable_mesh.fail(*holes)
+    mesh = machine.mesh.fail(*holes)
     coordinates = None if coords is None else [machine.coordinate(at) if isinstance(at, str) else at for at in coords]
     where = _coordinates(devices, coordinates, mesh.n_axes)
     if where is not None:
