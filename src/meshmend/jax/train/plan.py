@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +29,11 @@ from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Collective
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
-UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
-
-
-class _Parts(TypedDict, total=False):
-    """What `install` takes beside a schedule and a fabric."""
-
-    update: Update
-    scatter: Schedule | None
-    gather: Schedule | None
-    scalars: Schedule | None
+INSTALLED: dict[PlannedUpdate, Update] = {"replicated": "replicated", "sharded": "fused", "fsdp": "two-phase"}
+"""Kinds of training, and the update that `install` knows each by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +59,15 @@ class TrainingPlan(StepPlan):
 
     def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        return install(self.schedule, fabric, engine=self.engine, **self._parts)
-
-    @property
-    def _parts(self) -> _Parts:
-        if self.update == "fsdp":
-            return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
-        return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
+        return install(
+            self.schedule,
+            fabric,
+            engine=self.engine,
+            update=INSTALLED[self.update],
+            scatter=self.scatter,
+            gather=self.gather,
+            scalars=self.scalars,
+        )
 
 
 def plan(
@@ -106,8 +100,8 @@ def plan(
     >>> small.schedule.planner, small.workload.payload_bytes, small.hardware.name
     ('latency', 512, 'cpu-xla')
     """
-    if update not in UPDATES:
-        raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
+    if update not in INSTALLED:
+        raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, INSTALLED))}.")
     check_engine(engine, "two-phase" if update == "fsdp" else "")
     if engine == "pallas":
         parameters = {"mode": "asynchronous", **parameters} if isinstance(planner, str) else parameters
