@@ -62,7 +62,6 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
         fabric,
         shard=Shard(shard),
         hide=hide and not options.unhidden,
-        in_turn=options.in_turn,
         gradients_only=gradients_only,
     )
     return {
@@ -104,7 +103,6 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["replicated", "update", "sharded"])
     parser.add_argument("--gradients", action="store_true", help="sharded: the gradients only, without the optimizer")
     parser.add_argument("--unhidden", action="store_true", help="gather each layer when it is needed: less memory")
-    parser.add_argument("--in-turn", action="store_true", help="scatter one layer, then gather the next: less memory")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--here", action="store_true", help="compile in this process")
     options = parser.parse_args()

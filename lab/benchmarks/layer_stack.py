@@ -119,7 +119,6 @@ def compile_stack(
     *,
     shard: Shard = Shard.FSDP,
     hide: bool = True,
-    in_turn: bool = False,
     gradients_only: bool = False,
 ) -> tuple[Compiled, list[Overlap]]:
     """Compile a train step, or only its gradients, and say how much computing lies beside permutes.
@@ -135,7 +134,7 @@ def compile_stack(
     x = _placed(batch, by_chip, fabric)
 
     def scanned(params: Any, x: Any, program: Any) -> Any:
-        y = scan_layers(layer, params, x, program, accumulate_dtype=model.sums, hide=hide, in_turn=in_turn)
+        y = scan_layers(layer, params, x, program, accumulate_dtype=model.sums, hide=hide)
         return model.loss(y, x)
 
     def plain(params: Any, x: Any) -> Any:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import training_cases
 from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
+from jax_engine.training_cases import normal, program_of, tiles_of
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.tiles import TiledFabric
 
@@ -21,21 +22,17 @@ N_TILES, WIDTH, HIDDEN = 3, 8, 16
 SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
 
 
-@cache
 def fabric() -> TiledFabric:
     """Three of four tiles: one chip of the first is lost."""
-    return mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
+    return tiles_of("4x4", "0,1", model=4)
 
 
-@cache
 def program() -> mmj.Program:
-    return mmj.install(mm.plan(fabric().mesh, "weave", chunks=4), fabric())
+    return program_of(fabric(), "replicated")
 
 
-def params(dtype: Any = np.float32) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(0)
-    shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "scale": (WIDTH,)}
-    return {name: jnp.asarray(rng.normal(0, 0.5, shape), dtype) for name, shape in shapes.items()}
+def params() -> dict[str, Any]:
+    return normal({"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "scale": (WIDTH,)}, spread=0.5)
 
 
 def examples(n: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -60,8 +57,8 @@ def run(function: Any, *args: Any, **more: Any) -> Any:
         return jax.jit(function)(*args, program=program(), **more)
 
 
-def check_close(got: Any, want: Any, rtol: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+def check_close(got: Any, want: Any) -> None:
+    training_cases.check_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_those_of_the_whole_batch_and_only_shards_travel() -> None:
@@ -80,8 +77,8 @@ def test_gradients_are_those_of_the_whole_batch_and_only_shards_travel() -> None
 
 
 def test_a_batch_that_is_split_inside_tiles_stays_split() -> None:
-    two = mmj.tile(fabric().chips, "2x2", fsdp=2, tensor=2)
-    there = mmj.install(mm.plan(two.mesh, "weave", chunks=4), two)
+    two = tiles_of("4x4", "0,1", fsdp=2, tensor=2)
+    there = program_of(two, "replicated")
     specs = {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp"), "scale": P()}
     w, x = params(), examples(12)
     on = {name: jax.device_put(leaf, two.sharding(*specs[name])) for name, leaf in w.items()}
@@ -102,21 +99,19 @@ def test_a_batch_that_is_split_inside_tiles_stays_split() -> None:
 
 
 def test_arguments_have_their_roles() -> None:
-    """Two differentiated arguments, one that is shared, keys, and aux; in two microbatches."""
+    """One that is shared, keys, and aux; in two microbatches."""
 
-    def rich(w: Any, step: Any, x: Any, bias: Any, key: Any) -> Any:
-        return loss(w, x + bias) + step, {"mean": jnp.mean(x, axis=0), "noise": jax.random.uniform(key, (2,))}
+    def rich(w: Any, step: Any, x: Any, key: Any) -> Any:
+        return loss(w, x) + step, {"mean": jnp.mean(x, axis=0), "noise": jax.random.uniform(key, (2,))}
 
-    bias = jnp.full(WIDTH, 0.25)
     w, x = params(), examples(12)
-    roles: dict[str, Any] = {"argnums": (0, 3), "shared_argnums": 1, "key_argnums": 4}
-    shardings = (SPECS, None)
-    once = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, **roles)
-    twice = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, microbatches=2, **roles)
+    roles: dict[str, Any] = {"shared_argnums": 1, "key_argnums": 3, "has_aux": True}
+    once = mmj.value_and_grad(rich, fabric(), SPECS, **roles)
+    twice = mmj.value_and_grad(rich, fabric(), SPECS, microbatches=2, **roles)
     key = jax.random.key(7)
-    want, wanted = jax.value_and_grad(lambda w, b: plain(w, x + b) + 0.5, argnums=(0, 1))(w, bias)
+    want, wanted = jax.value_and_grad(lambda w: plain(w, x) + 0.5)(w)
     for function in (once, twice):
-        (value, aux), gradients = run(function, w, 0.5, x, bias, key)
+        (value, aux), gradients = run(function, w, 0.5, x, key)
         check_close((value, gradients), (want, wanted))
         check_close(aux["mean"], x.mean(axis=0))
         keys = [jax.random.fold_in(key, tile) for tile in range(N_TILES)]
@@ -161,23 +156,6 @@ def test_a_feed_pads_what_does_not_divide() -> None:
     check_close((value, gradients), jax.value_and_grad(plain)(params(), x))
 
 
-def test_each_tile_drops_out_by_a_key_of_its_own() -> None:
-    def dropped(w: Any, x: Any, key: Any) -> Any:
-        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) * 2
-
-    def with_dropout(w: Any, x: Any, key: Any) -> Any:
-        return plain(w, dropped(w, x, key))
-
-    w, x, key = params(), examples(6), jax.random.PRNGKey(3)
-
-    def by_hand(w: Any) -> Any:
-        parts = [with_dropout(w, x[2 * t : 2 * t + 2], jax.random.fold_in(key, t)) for t in range(N_TILES)]
-        return sum(parts) / N_TILES
-
-    got = run(mmj.value_and_grad(with_dropout, fabric(), SPECS, key_argnums=2), w, x, key)
-    check_close(got, jax.value_and_grad(by_hand)(w))
-
-
 def test_bfloat16_gradients_are_summed_in_float32() -> None:
     """256 + 1 is 256 in bfloat16: whatever the order, the sum of 256, 1 and 4 would be even, and the mean not 87."""
     w = {"w": jnp.ones((4,), jnp.bfloat16)}
@@ -211,9 +189,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another tree": ({"shardings": [P(), P()]}, {}, "2 shardings for 3 parameters"),
     "no sharding": ({"shardings": "model"}, {}, "expected a PartitionSpec or a NamedSharding"),
     "weights": ({}, {"weights": np.ones(6)}, r"make it with value_and_grad\(…, per_example=True\)"),
-    "an argument twice": ({"shared_argnums": 0}, {}, "each in one of them"),
+    "parameters that are shared": ({"shared_argnums": 0}, {}, "expected numbers from 1 to 1, each in one of them"),
     "no batch": ({"shared_argnums": 1}, {}, "No argument of the loss is a batch"),
-    "no key": ({"key_argnums": 1, "argnums": 0}, {"more": (examples(6),)}, "expected random keys"),
+    "no key": ({"key_argnums": 1}, {"more": (examples(6),)}, "expected random keys"),
 }
 
 
@@ -231,7 +209,7 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"mmj\.tile\(fabric, '1x1'\)"):
         mmj.value_and_grad(loss, fabric().chips, SPECS)  # type: ignore[arg-type]
-    pair = mmj.install(mm.plan(fabric().mesh, "weave", chunks=6), fabric(), update="two-phase")
+    pair = program_of(fabric(), "sharded")
     with pytest.raises(
         ParameterError, match="got update='two-phase': with that each tile has the sums of its own weights only"
     ):
@@ -239,7 +217,5 @@ def test_what_cannot_be_made_is_refused() -> None:
 
 
 def test_a_train_step_takes_shardings_on_tiles_only() -> None:
-    import optax
-
     with pytest.raises(ParameterError, match="shardings say how a model is split inside tiles, got Fabric"):
         mmj.train_step(loss, optax.sgd(0.1), fabric().chips, shardings=SPECS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.training_cases import BOTH, chips_of, matrices, tiles_of, train
 from meshmend.errors import ParameterError
 from meshmend.jax.train.optimizer_check import check_elementwise, updates_of
 from meshmend.jax.train.optimizers import layer_numbers
@@ -34,10 +33,6 @@ NARROW = LAYERS | {"double": shape(4, dtype=jnp.float16)}
 """Layers whose sums, and shards, are all of float32."""
 WIDE_SHARDS = (shape(2, 15),)
 DECAY = optax.exponential_decay(0.1, 1, 0.5)
-
-
-def matrices(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 
 
 ALIKE = {
@@ -67,8 +62,7 @@ ALIKE = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_optimizers_that_treat_each_weight_by_itself_are_accepted(name: str) -> None:
-    check_elementwise(ALIKE[name], SHARDS, LAYERS)
-    check_elementwise(ALIKE[name], SHARDS)
+    check_elementwise(ALIKE[name], SHARDS, LAYERS, own=LAYERS)
     for own in (LAYERS, LAYERS | {"half": shape(7, dtype=jnp.float16)}):
         check_elementwise(ALIKE[name], (shape(2, 13),), in_float32(LAYERS), own=own)
     if name.startswith("ours"):
@@ -131,7 +125,7 @@ def test_optimizers_that_tell_layers_apart_are_refused(name: str) -> None:
     with pytest.raises(
         ParameterError, match=r"treats some layers differently.*mmj\.lamb; or install with update='replicated'"
     ):
-        check_elementwise(BY_LAYER[name], SHARDS, LAYERS)
+        check_elementwise(BY_LAYER[name], SHARDS, LAYERS, own=LAYERS)
 
 
 def in_float32(layers: Any) -> Any:
@@ -174,33 +168,24 @@ def test_optimizers_that_tell_dtypes_apart_are_refused(name: str) -> None:
         check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=NARROW)
 
 
-@pytest.mark.parametrize("kind", ["pair", "fused", "fsdp", "pair on tiles"])
+@pytest.mark.parametrize("kind", ["sharded", "fused", "fsdp", "sharded on tiles"])
 def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
-    """In every kind of sharded program; with a Program it is what optax does on one device."""
+    """In every kind of sharded program; in a replicated one it is what optax does on one device."""
     params: Any = {"frozen": jnp.ones(4, jnp.bfloat16), "free": jnp.ones(4)}
     optimizer = BY_DTYPE["frozen"]
-    fabric, _ = small(False)
-    assert train(optimizer, False, params)["frozen"].tolist() == [1, 1, 1, 1]
-    split: Any = {}
-    if kind == "pair on tiles":
-        fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
-        split = {"shardings": jax.sharding.PartitionSpec()}
-    schedule = mm.plan(fabric.mesh, "hamiltonian")
-    program = mmj.install(schedule, fabric, update="fused" if kind == "fused" else "two-phase")
-    training: Any
-    if kind == "fsdp":
-        training = mmj.fsdp.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
-        params = mmj.fsdp.shard_params(params, fabric, program)
-    else:
-        training = mmj.train_step(lambda *_: jnp.zeros(()), optimizer, fabric, **split)
+    assert trained(optimizer, "replicated", params)["frozen"].tolist() == [1, 1, 1, 1]
+    fabric, split = chips_of("2x2"), None
+    if kind == "sharded on tiles":
+        kind, fabric, split = "sharded", tiles_of("2x4", side="1x2", model=2), jax.sharding.PartitionSpec()
     with pytest.raises(ParameterError, match=r"treats some layers differently .* or dtype"):
-        jax.eval_shape(training.init, params, program)
+        train(squares, params, optimizer, fabric, kind, [], shardings=split)
 
 
 def test_layers_that_are_all_alike_may_still_differ_from_shards() -> None:
     """With biases only, all layers get the same, and it is not what a shard (a matrix) would get."""
+    biases = {"b": LAYERS["b"], "c": shape(9)}
     with pytest.raises(ParameterError, match="treats some layers differently"):
-        check_elementwise(BY_LAYER["ndim"], SHARDS[:1], {"b": LAYERS["b"], "c": shape(9)})
+        check_elementwise(BY_LAYER["ndim"], SHARDS[:1], biases, own=biases)
 
 
 MIXING = {
@@ -231,7 +216,7 @@ def test_optimizers_that_combine_weights_or_draw_random_numbers_are_refused(name
     with pytest.raises(
         ParameterError, match=r"cannot update shards of the weights: its \w+ .*or install with update='replicated'"
     ):
-        check_elementwise(MIXING[name], SHARDS, LAYERS)
+        check_elementwise(MIXING[name], SHARDS, LAYERS, own=LAYERS)
 
 
 def test_what_only_large_layers_show_is_seen() -> None:
@@ -239,13 +224,13 @@ def test_what_only_large_layers_show_is_seen() -> None:
     large = {"w": shape(512, 512), "b": shape(512)}
     factored = optax.adafactor(0.1, multiply_by_parameter_scale=False, clipping_threshold=None)
     with pytest.raises(ParameterError, match="its reduce_sum combines values of several weights"):
-        check_elementwise(factored, (shape(256, 1026),), large)
+        check_elementwise(factored, (shape(256, 1026),), large, own=large)
 
     def slower(updates: Any, _: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf * (0.1 if leaf.shape == (512, 512) else 1.0), updates)
 
     with pytest.raises(ParameterError, match="treats some layers differently"):
-        check_elementwise(optax.stateless(slower), (shape(256, 1026),), large)
+        check_elementwise(optax.stateless(slower), (shape(256, 1026),), large, own=large)
 
 
 def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() -> None:
@@ -253,50 +238,39 @@ def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() 
         raise RuntimeError("broken by its author")
 
     with pytest.raises(RuntimeError, match="broken by its author"):
-        check_elementwise(optax.GradientTransformation(broken, optax.sgd(0.1).update), SHARDS, LAYERS)
+        check_elementwise(optax.GradientTransformation(broken, optax.sgd(0.1).update), SHARDS, LAYERS, own=LAYERS)
 
 
-@cache
-def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
-    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, mmj.install(
-        mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase" if sharded else "replicated"
-    )
+def squares(params: Any, batch: Any) -> Any:
+    return jnp.mean(batch) * sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(params))
 
 
-def train(optimizer: Any, sharded: bool, params: Any, n_steps: int = 1) -> Any:
-    def loss(params: Any, batch: Any) -> Any:
-        return jnp.mean(batch) * sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(params))
-
-    fabric, program = small(sharded)
-    init, step = mmj.train_step(loss, optimizer, fabric)
-    state, step = init(params, program), jax.jit(step)
-    for _ in range(n_steps):
-        params, state, _ = step(params, state, np.ones(4, np.float32), program)
-    return params
+def trained(optimizer: Any, kind: str, params: Any, n_steps: int = 1) -> Any:
+    """On four chips."""
+    return train(squares, params, optimizer, chips_of("2x2"), kind, [np.ones(4, np.float32)] * n_steps).params
 
 
 def test_optimizers_that_ask_for_the_loss_get_its_mean() -> None:
     """Polyak's step with f* = 0 is loss / |gradient|² = w² / (2w)² = ¼: from 2 by ¼ × 4 to 1."""
-    assert float(train(optax.polyak_sgd(max_learning_rate=9.0), False, jnp.float32(2))) == pytest.approx(1.0)
+    assert float(trained(optax.polyak_sgd(max_learning_rate=9.0), "replicated", jnp.float32(2))) == pytest.approx(1.0)
     plateau = optax.chain(optax.sgd(0.125), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
-    whole, shards = (train(plateau, sharded, jnp.arange(5.0), n_steps=4) for sharded in (False, True))
+    whole, shards = (trained(plateau, kind, jnp.arange(5.0), n_steps=4) for kind in BOTH)
     np.testing.assert_array_equal(whole, shards)
     assert whole[1] > 0.75**4, "four steps at the full rate: the rate has fallen, so the loss has arrived"
 
 
 def test_optimizers_that_evaluate_the_loss_again_are_refused_by_name() -> None:
     search = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3))
-    for sharded in (False, True):
+    for kind in BOTH:
         with pytest.raises(ParameterError, match=r"a train step does not have: .*'value_fn'"):
-            train(search, sharded, jnp.ones(3))
+            trained(search, kind, jnp.ones(3))
 
 
 def test_numbers_float8_and_empty_layers_train_whole_and_in_shards() -> None:
     """SGD at rate 1/4 of w²: half of each weight is left; a float8 weight is rounded once, at the end."""
     params = {"number": 1.0, "narrow": jnp.array([2, 4, 6], jnp.float8_e4m3fn), "none": jnp.zeros((0, 3), jnp.bfloat16)}
-    for sharded in (False, True):
-        new = train(optax.sgd(0.25), sharded, params)
+    for kind in BOTH:
+        new = trained(optax.sgd(0.25), kind, params)
         assert float(new["number"]) == 0.5
         assert new["narrow"].dtype == jnp.float8_e4m3fn
         assert new["narrow"].astype(jnp.float32).tolist() == [1, 2, 3]
@@ -305,7 +279,7 @@ def test_numbers_float8_and_empty_layers_train_whole_and_in_shards() -> None:
 
 def test_a_state_with_a_typed_key_trains_with_a_program() -> None:
     noisy = optax.chain(optax.add_noise(1e-3, 0.5, jax.random.key(0)), optax.sgd(0.25))
-    new = train(noisy, False, jnp.ones(4), n_steps=2)
+    new = trained(noisy, "replicated", jnp.ones(4), n_steps=2)
     np.testing.assert_allclose(new, 0.25, atol=0.1)
     assert len(np.unique(np.asarray(new))) == 4
 

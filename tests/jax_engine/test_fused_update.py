@@ -16,8 +16,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from jax_engine.restart_cases import vectors_of
+from jax_engine.training_cases import INSTALLED, check_copies, chips_of, matrices, run
 from meshmend.errors import ParameterError
-from meshmend.jax.engine.program import Update
 from meshmend.jax.engine.update_tables import update_tables
 from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.schedule.fused_update import update_windows, with_update
@@ -36,14 +36,8 @@ Params = dict[str, jax.Array]
 
 
 @cache
-def fabric_of(shape: str, failed: str) -> mmj.Fabric:
-    mesh = mm.Mesh(shape, failed=[failed])
-    return mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes)
-
-
-@cache
 def plan_of(where: tuple[str, str], planner: str, **more: Any) -> mm.Schedule:
-    return mm.plan(fabric_of(*where).mesh, planner, collective="all-reduce-with-update", **more)
+    return mm.plan(chips_of(*where).mesh, planner, collective="all-reduce-with-update", **more)
 
 
 def make_params() -> Params:
@@ -80,50 +74,31 @@ def trained(
 ) -> tuple[Any, Any]:
     """Return the final parameters and state as a checkpoint has them, without padding; and what each step returned."""
     training = mmj.train_step(loss, optimizer, fabric, **more)
-    state = jax.jit(training.init)(params, program)
-    step = jax.jit(training.step, donate_argnums=1)
-    values = []
-    for batch in batches(int(fabric.jax_mesh.size), columns):
-        weights = {"weights": np.arange(len(batch)) % 3} if more.get("has_aux") else {}
-        params, state, *value = step(params, state, batch, program, scale=0.5, **weights)
-        values.append(value)
-    for leaf in jax.tree.leaves(params):
-        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-        assert all(np.array_equal(first, other) for other in others), "every chip ends with the same bits"
+    given = batches(int(fabric.jax_mesh.size), columns)
+    weights = {"weights": np.arange(len(given[0])) % 3} if more.get("has_aux") else {}
+    found = run(training, params, given, program, scale=0.5, **weights)
+    check_copies(found.params)
     layout = StateLayout.of(training, program, params)
-    layout.check(params, state)
-    return vectors_of(layout, (params, state)), values
+    layout.check(found.params, found.state)
+    return vectors_of(layout, (found.params, found.state)), (found.losses, found.aux)
 
 
 def check_same(got: Any, wanted: Any, tolerance: float) -> None:
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        ours, theirs = (np.asarray(x).astype(np.float64) for x in (a, b))
+        ours, theirs = (np.asarray(x) for x in (a, b))
+        assert ours.dtype == theirs.dtype
+        ours, theirs = (x.astype(np.float64) for x in (ours, theirs))
         np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-SHARDED: tuple[Update, ...] = ("fused", "two-phase")
-
-
 def check_as_two_phases(
-    where: tuple[str, str], schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
-) -> None:
-    check_as_two_phases_on(fabric_of(*where), schedule, optimizer, tolerance, params, **more)
-
-
-def check_as_two_phases_on(
     fabric: mmj.Fabric, schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
 ) -> None:
-    got, wanted = (
-        trained(fabric, optimizer, mmj.install(schedule, fabric, update=update), params or make_params(), **more)
-        for update in SHARDED
-    )
+    params = make_params() if params is None else params
+    programs = [mmj.install(schedule, fabric, update=INSTALLED[kind]) for kind in ("fused", "sharded")]
+    got, wanted = (trained(fabric, optimizer, program, params, **more) for program in programs)
     check_same(got[0], wanted[0], tolerance)
     check_same(got[1], wanted[1], 1e-6)  # losses are added up along another way, and are no whole numbers
-
-
-def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 OPTIMIZERS = {
@@ -138,21 +113,23 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", ["momentum", pytest.param("adamw, a mask", marks=pytest.mark.slow), "adamw, clipped"])
 def test_the_fused_update_gives_what_two_phases_give(name: str) -> None:
-    check_as_two_phases(EIGHT, plan_of(EIGHT, "weave", chunks=19), *OPTIMIZERS[name])
+    check_as_two_phases(chips_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19), *OPTIMIZERS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_60_of_64_chips(name: str) -> None:
     """To the bit where sums are divided by their number of examples: a division by a constant 60 is no division."""
-    check_as_two_phases(SIXTY, plan_of(SIXTY, "weave", chunks=120), *OPTIMIZERS[name], loss=losses_of, per_example=True)
+    check_as_two_phases(
+        chips_of(*SIXTY), plan_of(SIXTY, "weave", chunks=120), *OPTIMIZERS[name], loss=losses_of, per_example=True
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "planner"), [(TWELVE, "hamiltonian"), (TWELVE, "row-pairs"), (TWELVE, "weave")])
 def test_with_any_planner(where: tuple[str, str], planner: str) -> None:
     """Rings complete several chunks of a chip in one step, and beside a hole row-pairs leaves chips without any."""
-    check_as_two_phases(where, plan_of(where, planner), *OPTIMIZERS["adamw, clipped"])
+    check_as_two_phases(chips_of(*where), plan_of(where, planner), *OPTIMIZERS["adamw, clipped"])
 
 
 @pytest.mark.parametrize(("shape", "n_cores"), [("1x2", 2), pytest.param("1x1", 1, marks=pytest.mark.slow)])
@@ -165,12 +142,12 @@ def test_two_cores_per_chip_and_a_chip_by_itself(shape: str, n_cores: int) -> No
     else:
         fabric = mmj.Fabric(mesh, jax.sharding.Mesh(devices, ("chip", "core")), None)
     schedule = mm.plan(mesh, "weave", chunks=4, collective="all-reduce-with-update")
-    check_as_two_phases_on(fabric, schedule, *OPTIMIZERS["adamw, clipped"])
+    check_as_two_phases(fabric, schedule, *OPTIMIZERS["adamw, clipped"])
 
 
 def test_clipping_on_the_way_is_clipping_first() -> None:
     """In NumPy, to the bit: the one factor that is not 1 is a sixty-fourth."""
-    fabric, params = fabric_of(*EIGHT), make_params()
+    fabric, params = chips_of(*EIGHT), make_params()
     optimizer = optax.chain(mmj.clip_by_global_norm(LIMIT), optax.sgd(0.5))
     program = mmj.install(plan_of(EIGHT, "weave", chunks=19), fabric, update="fused")
     found, _ = trained(fabric, optimizer, program, params, columns=1)
@@ -195,15 +172,15 @@ def test_everything_a_train_step_does_in_repeats_of_a_short_plan() -> None:
     params = make_params()
     params["b"] = params["b"].astype(jnp.bfloat16)
     more = {"loss": with_aux, "has_aux": True, "microbatches": 2, "per_example": True}
-    check_as_two_phases(EIGHT, schedule, optax.adam(1e-2), 1e-6, params, **more)
+    check_as_two_phases(chips_of(*EIGHT), schedule, optax.adam(1e-2), 1e-6, params, **more)
 
 
 @pytest.mark.slow
 def test_weights_are_sent_down_in_their_own_dtype_where_sums_are_over() -> None:
     """A ring goes up first and down afterwards: there bfloat16 weights travel as such, and in float32 up."""
-    schedule, fabric = plan_of(TWELVE, "hamiltonian"), fabric_of(*TWELVE)
+    schedule, fabric = plan_of(TWELVE, "hamiltonian"), chips_of(*TWELVE)
     params = {name: leaf.astype(jnp.bfloat16) for name, leaf in make_params().items()}
-    check_as_two_phases(TWELVE, schedule, optax.adam(1e-2), 0.0, params)
+    check_as_two_phases(chips_of(*TWELVE), schedule, optax.adam(1e-2), 0.0, params)
     training, program = mmj.train_step(loss, optax.adam(1e-2), fabric), mmj.install(schedule, fabric, update="fused")
     state = jax.eval_shape(training.init, params, program)
     text = jax.jit(training.step).lower(params, state, batches(12)[0], program).as_text()
@@ -259,7 +236,7 @@ def test_a_single_chunk_of_an_all_reduce_is_one(planner: str, fewest: int) -> No
 
 
 def test_a_chip_keeps_its_share_of_the_state_only() -> None:
-    fabric, schedule = fabric_of(*SIXTY), plan_of(SIXTY, "weave", chunks=120)
+    fabric, schedule = chips_of(*SIXTY), plan_of(SIXTY, "weave", chunks=120)
     training = mmj.train_step(lambda w, batch: jnp.sum(w) * jnp.mean(batch), optax.adamw(1e-2), fabric)
     program = mmj.install(schedule, fabric, update="fused")
     weights = jnp.zeros(100_000)
@@ -273,7 +250,7 @@ def test_a_chip_keeps_its_share_of_the_state_only() -> None:
 
 
 def test_what_does_not_go_with_an_update_is_refused() -> None:
-    fabric, schedule = fabric_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19)
+    fabric, schedule = chips_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19)
     program = mmj.install(schedule, fabric, update="fused")
     params = make_params()
     for optimizer, why in [

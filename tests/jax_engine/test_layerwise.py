@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -12,32 +11,21 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.engine.program import Update
+from jax_engine.training_cases import check_close, chips_of, tiles_of, train, train_alone
 from meshmend.jax.train.optimizers import squares_of
 
-EXAMPLES = 15
-"""Of three chips, and of three tiles."""
 STEPS = 2
-INSIDE = {"z": P(None, "model"), "fused": P(), "w": P("model"), "b": P()}
-WAYS = [(where, kind) for where in ("chips", "tiles") for kind in ("program", "pair", "fused", "fsdp")]
+INSIDE = {"z": P(None, "tensor"), "fused": P(), "w": P("fsdp", "tensor"), "b": P()}
+"""Split by one axis of a tile, with two copies; by none; by both."""
+WAYS = [(where, kind) for where in ("chips", "tiles") for kind in ("replicated", "sharded", "fused", "fsdp")]
 
 
-@cache
 def fabric_of(where: str) -> mmj.Fabric:
+    """Three chips, or three tiles of four."""
     if where == "chips":
-        return mmj.discover(jax.devices()[:4], shape="2x2", failed=["0,0"])
-    return mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4", failed=["0,1"]), "1x2", model=2)
-
-
-@cache
-def program_of(where: str, kind: str) -> Any:
-    fabric = fabric_of(where)
-    collective = "all-reduce-with-update" if kind == "fused" else "all-reduce"
-    plan = mm.plan(fabric.mesh, "weave", chunks=3, owners="even", collective=collective)
-    updates: dict[str, Update] = {"program": "replicated", "fused": "fused"}
-    return mmj.install(plan, fabric, update=updates.get(kind, "two-phase"))
+        return chips_of("2x2", "0,0")
+    return tiles_of("4x4", "0,1", fsdp=2, tensor=2)
 
 
 def make_params() -> Any:
@@ -50,7 +38,7 @@ def make_params() -> Any:
 
 def batches() -> Any:
     rng = np.random.default_rng(1)
-    return [rng.normal(size=(EXAMPLES, 3)).astype(np.float32) for _ in range(STEPS)]
+    return [rng.normal(size=(15, 3)).astype(np.float32) for _ in range(STEPS)]
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -58,32 +46,14 @@ def loss(params: Any, batch: Any) -> Any:
     return jnp.mean((jnp.real(hidden * jnp.exp(1j * jnp.imag(hidden))) @ params["w"] + params["b"]) ** 2)
 
 
-def on_one_device(optimizer: Any, loss: Any = loss, params: Any = None) -> Any:
-    """Plain optax."""
-    params = make_params() if params is None else params
-    state = optimizer.init(params)
-    for batch in batches():
-        updates, state = optimizer.update(jax.jit(jax.grad(loss))(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
-    return params
-
-
 def trained(where: str, kind: str, optimizer: Any, loss: Any = loss, params: Any = None, inside: Any = INSIDE) -> Any:
-    fabric, program = fabric_of(where), program_of(where, kind)
-    params = make_params() if params is None else params
-    split = {"shardings": inside} if where == "tiles" else {}
-    step: Any
-    if kind == "fsdp":
-        params = mmj.fsdp.shard_params(params, fabric, program, **split)
-        init, step = mmj.fsdp.sharded_train_step(
-            lambda params, batch, pair: loss(mmj.fsdp.gather_params(params, pair), batch), optimizer, fabric
-        )
-    else:
-        init, step = mmj.train_step(loss, optimizer, fabric, **split)
-    state, step = jax.jit(init)(params, program), jax.jit(step)
-    for batch in batches():
-        params, state, _ = step(params, state, batch, program)
-    return mmj.fsdp.unshard_params(params, fabric, program) if kind == "fsdp" else params
+    params, split = make_params() if params is None else params, inside if where == "tiles" else None
+    return train(loss, params, optimizer, fabric_of(where), kind, batches(), shardings=split).params
+
+
+def long_ones(params: Any) -> Any:
+    """Choose "w" by its shape: a chip's shard of it would not be chosen."""
+    return jax.tree.map(lambda leaf: leaf.shape[0] >= 4, params)
 
 
 CLIP = 0.5
@@ -92,10 +62,22 @@ OPTIMIZERS = {
         optax.chain(mmj.clip_by_global_norm(CLIP), optax.sgd(1.0)),
         optax.chain(optax.clip_by_global_norm(CLIP), optax.sgd(1.0)),
     ),
-    "lars": (mmj.lars(1.0, 1e-2, trust_coefficient=0.1), optax.lars(1.0, 1e-2, trust_coefficient=0.1)),
-    "lamb": (mmj.lamb(0.1, weight_decay=0.1), optax.lamb(0.1, weight_decay=0.1)),
+    "lars": (
+        mmj.lars(0.01, 1e-2, long_ones, trust_coefficient=10.0, trust_ratio_mask=long_ones),
+        optax.lars(0.01, 1e-2, long_ones, trust_coefficient=10.0, trust_ratio_mask=long_ones),
+    ),
+    "lamb": (mmj.lamb(0.1, weight_decay=0.1, mask=long_ones), optax.lamb(0.1, weight_decay=0.1, mask=long_ones)),
+    "a mask": (
+        optax.chain(mmj.add_decayed_weights(0.1, long_ones), optax.sgd(5e-3)),
+        optax.chain(optax.add_decayed_weights(0.1, long_ones), optax.sgd(5e-3)),
+    ),
 }
-QUICK = [("chips", "pair", "lamb"), ("chips", "fused", "clip"), ("chips", "fsdp", "lars")]
+QUICK = [
+    ("chips", "sharded", "lamb"),
+    ("chips", "fused", "clip"),
+    ("chips", "fsdp", "lars"),
+    ("tiles", "sharded", "lamb"),
+]
 
 
 def slow_unless(quick: bool, *case: str) -> Any:
@@ -108,17 +90,15 @@ def slow_unless(quick: bool, *case: str) -> Any:
         slow_unless((*way, name) in QUICK, *way, name)
         for way in WAYS
         for name in OPTIMIZERS
-        if way[1] != "fused"
-        or name == "clip"  # with a fused update there are no norms of layers: see test_fused_update
+        if way[1] != "fused" or name in ("clip", "a mask")  # there are no norms of layers: see test_fused_update
     ],
 )
 def test_norms_of_complex_weights_are_optax_s(where: str, kind: str, optimizer: str) -> None:
     ours, theirs = OPTIMIZERS[optimizer]
-    wanted, start = on_one_device(theirs), make_params()
+    start = make_params()
+    wanted = train_alone(loss, start, theirs, batches()).params
     assert all(np.abs(wanted[name] - start[name]).max() > 1e-3 for name in start), "every layer is trained"
-    got = trained(where, kind, ours)
-    for name in start:
-        np.testing.assert_allclose(got[name], wanted[name], rtol=2e-5, atol=2e-6, err_msg=name)
+    check_close(trained(where, kind, ours), wanted, rtol=2e-5, atol=2e-6)
 
 
 def part_nan(params: Any, batch: Any) -> Any:
@@ -131,9 +111,9 @@ def part_nan(params: Any, batch: Any) -> Any:
 def test_one_nan_makes_all_clipped_updates_nan_as_optax_s(where: str, kind: str) -> None:
     params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
     ours, theirs = OPTIMIZERS["clip"]
-    wanted = on_one_device(theirs, part_nan, params)
+    wanted = train_alone(part_nan, params, theirs, batches()).params
     assert all(np.isnan(leaf).all() for leaf in wanted.values()), "the oracle"
-    got = trained(where, kind, ours, part_nan, params, {"w": P("model"), "b": P()})
+    got = trained(where, kind, ours, part_nan, params, {"w": P("fsdp"), "b": P()})
     assert all(np.isnan(np.asarray(leaf)).all() for leaf in got.values())
 
 
@@ -145,8 +125,9 @@ def test_optax_s_guards_against_nan_see_it_after_clipping(guard: str) -> None:
         return optax.apply_if_finite(optax.chain(clip, optax.sgd(0.5)), 10)
 
     params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
-    got = trained("chips", "program", guarded(mmj.clip_by_global_norm(CLIP)), part_nan, params)
-    wanted = on_one_device(guarded(optax.clip_by_global_norm(CLIP)), part_nan, params)
+    got = trained("chips", "replicated", guarded(mmj.clip_by_global_norm(CLIP)), part_nan, params)
+    theirs = guarded(optax.clip_by_global_norm(CLIP))
+    wanted = train_alone(part_nan, params, theirs, batches()).params
     for name in params:
         np.testing.assert_array_equal(got[name], wanted[name])
         np.testing.assert_array_equal(got[name], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,18 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.training_cases import BOTH, chips_of, program_of, train
 from meshmend.errors import ParameterError
-
-
-@cache
-def small(sharded: bool = False) -> tuple[mmj.Fabric, Any]:
-    """Four chips."""
-    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, mmj.install(
-        mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase" if sharded else "replicated"
-    )
 
 
 def linear(w: Any, batch: Any) -> Any:
@@ -30,13 +20,11 @@ def linear(w: Any, batch: Any) -> Any:
     return batch * w
 
 
-def one_step(batch: Any, weights: Any, *, sharded: bool = False, loss: Any = linear, **more: Any) -> Any:
-    """SGD at rate 1 from 0: returns minus the gradient, the loss and aux if there is any."""
-    fabric, program = small(sharded)
-    init, step = mmj.train_step(loss, optax.sgd(1.0), fabric, per_example=True, **more)
-    w = jnp.zeros(())
-    new, _, *means = jax.jit(step)(w, jax.jit(init)(w, program), batch, program, weights=weights)
-    return new, *means
+def one_step(batch: Any, weights: Any, *, kind: str = "replicated", loss: Any = linear, **more: Any) -> Any:
+    """SGD at rate 1 from 0 on four chips: returns minus the gradient, the loss and aux if there is any."""
+    more = {"per_example": True, "weights": weights, **more}
+    (value,), new, _, aux = train(loss, jnp.zeros(()), optax.sgd(1.0), chips_of("2x2"), kind, [batch], **more)
+    return new, value, *aux
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bool"])
@@ -46,23 +34,23 @@ def test_weights_of_any_real_dtype_are_added_up_in_float32(dtype: str) -> None:
     assert (float(new), float(value)) == (-1.0, 0.0)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
-def test_negative_weights_count_as_the_formula_says(sharded: bool) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+def test_negative_weights_count_as_the_formula_says(kind: str) -> None:
     batch, weights = np.arange(8.0, dtype=np.float32), np.array([1, -1, 1, 1, -2, 1, 1, 3], np.float32)
-    new, _ = one_step(batch, weights, sharded=sharded)
+    new, _ = one_step(batch, weights, kind=kind)
     assert float(new) == -float((batch * weights).sum() / weights.sum())
 
 
-@pytest.mark.parametrize(("sharded", "microbatches"), [(False, 2), (True, 1)], ids=["program", "pair"])
+@pytest.mark.parametrize(("kind", "microbatches"), [("replicated", 2), ("sharded", 1)])
 @pytest.mark.parametrize("weights", [np.zeros(8, np.float32), np.array([1, -1] * 4, np.float32)], ids=["all 0", "±1"])
 def test_weights_that_add_up_to_nothing_have_no_mean_and_change_nothing(
-    weights: np.ndarray, sharded: bool, microbatches: int
+    weights: np.ndarray, kind: str, microbatches: int
 ) -> None:
     def loss(w: Any, batch: Any) -> Any:
         return batch * w, {"flag": batch > 3}
 
     new, value, aux = one_step(
-        np.arange(8.0, dtype=np.float32), weights, sharded=sharded, loss=loss, has_aux=True, microbatches=microbatches
+        np.arange(8.0, dtype=np.float32), weights, kind=kind, loss=loss, has_aux=True, microbatches=microbatches
     )
     assert float(new) == 0.0
     assert np.isnan(value)
@@ -109,7 +97,8 @@ def test_arrays_with_different_numbers_of_examples_are_refused() -> None:
     ids=["13", "3", "none", "number", "nothing"],
 )  # fmt: skip
 def test_a_batch_that_does_not_split_over_the_devices_is_refused(batch: Any, why: str, per_example: bool) -> None:
-    fabric, program = small()
+    fabric = chips_of("2x2")
+    program = program_of(fabric, "replicated")
     _, step = mmj.train_step(lambda w, b: w, optax.sgd(1.0), fabric, per_example=per_example)
     with pytest.raises(ParameterError, match=why):
         jax.jit(step)(jnp.zeros(()), (optax.EmptyState(),) * 2, batch, program)
@@ -126,12 +115,11 @@ def metrics(w: Any, batch: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize(("sharded", "microbatches"), [(False, 1), (False, 4), (True, 2)])
-def test_means_of_integers_and_bools_neither_wrap_nor_lose_their_fraction(sharded: bool, microbatches: int) -> None:
-    fabric, program = small(sharded)
-    init, step = mmj.train_step(metrics, optax.sgd(1.0), fabric, has_aux=True, microbatches=microbatches)
-    w, batch = jnp.zeros(()), np.array([1, 0, 0, 0] * 3 + [1, 1, 1, 0], np.float32)
-    *_, aux = jax.jit(step)(w, jax.jit(init)(w, program), batch, program)
+@pytest.mark.parametrize(("kind", "microbatches"), [("replicated", 1), ("replicated", 4), ("sharded", 2)])
+def test_means_of_integers_and_bools_neither_wrap_nor_lose_their_fraction(kind: str, microbatches: int) -> None:
+    batch = np.array([1, 0, 0, 0] * 3 + [1, 1, 1, 0], np.float32)
+    more = {"per_example": False, "has_aux": True, "microbatches": microbatches}
+    _, _, aux = one_step(batch, None, kind=kind, loss=metrics, **more)
     assert {leaf.dtype for leaf in aux.values()} == {jnp.dtype(jnp.float32)}
     pieces = batch.reshape(4 * microbatches, -1)
     assert float(aux["correct"]) == pieces.sum(axis=1).mean()
@@ -142,4 +130,4 @@ def test_means_of_integers_and_bools_neither_wrap_nor_lose_their_fraction(sharde
 @pytest.mark.parametrize("microbatches", [1.5, 0, -1, True, "2", 2.0])
 def test_what_is_no_number_of_microbatches_is_refused(microbatches: Any) -> None:
     with pytest.raises(ParameterError, match=r"microbatches is .*, expected a whole number of at least 1"):
-        mmj.train_step(linear, optax.sgd(1.0), small()[0], microbatches=microbatches)
+        mmj.train_step(linear, optax.sgd(1.0), chips_of("2x2"), microbatches=microbatches)

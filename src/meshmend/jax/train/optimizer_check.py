@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,9 +44,9 @@ NEEDS_NORMS = (
 def check_elementwise(
     optimizer: optax.GradientTransformation,
     shards: Tree,
-    whole: Tree = None,
+    whole: Tree,
     *,
-    own: Tree = None,
+    own: Tree,
     with_update: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
@@ -77,13 +78,12 @@ def check_elementwise(
                 "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
                 f"adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; {INSTEAD}"
             )
-    if whole is not None:
-        formulas = Formulas()
-        of_shards = formulas.of_update(update, state, shards)
-        if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
-            raise _by_layer()
-        if own is not None and not _ignores_dtypes(optimizer, update, own, whole):
-            raise _by_layer()
+    formulas = Formulas()
+    of_shards = formulas.of_update(update, state, shards)
+    if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
+        raise _by_layer()
+    if not _ignores_dtypes(optimizer, update, own, whole):
+        raise _by_layer()
 
 
 def updates_of(
@@ -103,14 +103,30 @@ def updates_of(
     return updates, state
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a device updates, and what else an optimizer may look at."""
+
+    whole: Tree
+    """The parameters as they are outside of `jax.shard_map`, with the shapes that masks may look at."""
+    params: Tree
+    own: Tree
+    """What of the parameters this device updates."""
+    state: Tree
+    scale: Any
+    """A factor of the updates, or None."""
+    value: Any = None
+    """The mean loss, once it is known."""
+
+
 def update_weights(
-    optimizer: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, scale: Any, **more: Any
+    optimizer: optax.GradientTransformation, before: Before, gradients: Tree, **more: Any
 ) -> tuple[Tree, Tree]:
-    """Apply the optimizer's updates, times `scale` if there is one."""
-    updates, state = updates_of(optimizer, gradients, state, params, **more)
-    if scale is not None:
-        updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
-    return optax.apply_updates(params, updates), state
+    """Apply the optimizer's updates, times the scale if there is one; return what is updated, and the state."""
+    updates, state = updates_of(optimizer, gradients, before.state, before.own, value=before.value, **more)
+    if before.scale is not None:
+        updates = jax.tree.map(lambda update: update * jnp.asarray(before.scale, update.dtype), updates)
+    return optax.apply_updates(before.own, updates), state
 
 
 def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -169,8 +185,7 @@ def _traceable(
     except ParameterError:
         raise
     except Exception as error:
-        if whole is not None:
-            works(whole)  # an optimizer that is wrong for whole layers too fails with its own error
+        works(whole)  # an optimizer that is wrong for whole layers too fails with its own error
         raise _by_layer() from error
 
 

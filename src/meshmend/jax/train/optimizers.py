@@ -28,7 +28,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Group, Leaf, Shards, Tree, all_reduce, groups_of
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
-from meshmend.jax.train.optimizer_check import NEEDS_NORMS
+from meshmend.jax.train.optimizer_check import NEEDS_NORMS, Before
 from meshmend.jax.train.shardings import copies_in_tile
 
 Mask = Any
@@ -71,10 +71,8 @@ class WholeLayers:
 
 @dataclass(frozen=True)
 class InsideTile:
-    """How layers lie inside a tile, of which a chip has its shards only: what norms and masks of whole layers need."""
+    """How layers lie inside a tile, of which a chip has its shards only: what norms of whole layers need."""
 
-    whole: Tree
-    """The parameters as they are outside of `jax.shard_map`, with the shapes that a mask may look at."""
     axes: tuple[str, ...]
     copies: tuple[int, ...]
     """For each parameter, how many devices of a tile have the same elements of it."""
@@ -92,9 +90,9 @@ class InsideTile:
         return lax.psum(tree, self.axes) if self.axes else tree
 
 
-def inside_tile(whole: Tree, specs: Tree, fabric: Fabric) -> InsideTile | None:
+def inside_tile(specs: Tree, fabric: Fabric) -> InsideTile | None:
     """Return how parameters with these specs lie inside a tile; None where a device has all of them."""
-    return InsideTile(whole, fabric.inner_axes, copies_in_tile(specs, fabric)) if fabric.inner_axes else None
+    return InsideTile(fabric.inner_axes, copies_in_tile(specs, fabric)) if fabric.inner_axes else None
 
 
 @dataclass(frozen=True)
@@ -231,6 +229,14 @@ class ShardedLayers:
             local = tile.total(local)
         found: list[list[list[jax.Array]]] = all_reduce(local, self.program.for_scalars)
         return found
+
+
+def sharded_layers(
+    before: Before, program: Program, accumulate_dtype: DTypeLike | None, tile: InsideTile | None
+) -> ShardedLayers:
+    """Return the layers of parameters that are cut into shards as one tree."""
+    part = LayerPart.of_shards(before.params, program, accumulate_dtype, tile)
+    return ShardedLayers([part], program, before.whole)
 
 
 def squares_of(values: jax.Array) -> jax.Array:

@@ -44,8 +44,6 @@ class LossSums:
     accumulate_dtype: DTypeLike | None
     is_split_inside: bool = False
     """Whether the examples may be split over the devices of a tile."""
-    divides: bool = False
-    """Whether what has no weights is the mean over the microbatches, in dtypes of its own, not their sum."""
     over_devices: bool = False
     """Whether gradients come out of the loss summed over all devices, as those of sharded parameters do.
 
@@ -54,10 +52,8 @@ class LossSums:
     omits_unused: bool = True
     """Whether the sums of a microbatch without any example that counts are made zero here, not where they are added."""
 
-    def of(
-        self, loss: PartLoss, params: Tree, batch: Tree, weights: Annotated[jax.Array, "[B]"] | None
-    ) -> tuple[Sums, Tree]:
-        """Return the sums over the microbatches; and the loss and aux as scalars of their own dtypes, for these only.
+    def of(self, loss: PartLoss, params: Tree, batch: Tree, weights: Annotated[jax.Array, "[B]"] | None) -> Sums:
+        """Return the sums over the microbatches.
 
         With weights the loss returns a value per example, and aux likewise, and each counts times its weight. An
         example of weight 0 has no influence, not even if computing with it gives NaN. Weights are added up in float32
@@ -70,12 +66,9 @@ class LossSums:
         if weights is not None:
             pieces = *pieces[:2], self._cut(weights, "constant")
         shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
-        start, own = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = lax.scan(lambda so_far, piece: (jax.tree.map(jnp.add, so_far, one(*piece)[0]), None), start, pieces)
-        if weights is None and self.divides:
-            gradients, extras = jax.tree.map(self._mean, (total.gradients, total.extras), (params, own))
-            total = Sums(gradients, extras, None)
-        return total, own
+        start: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total, _ = lax.scan(lambda so_far, piece: (jax.tree.map(jnp.add, so_far, one(*piece)), None), start, pieces)
+        return total
 
     def _cut(self, x: jax.Array, padding: str = "edge") -> jax.Array:
         """Return one row of examples per microbatch; the last are filled up where they do not divide."""
@@ -90,36 +83,37 @@ class LossSums:
 
     def _piece(
         self, loss: PartLoss, params: Tree, number: jax.Array | None, batch: Tree, weights: jax.Array | None
-    ) -> tuple[Sums, Tree]:
+    ) -> Sums:
         """Return the sums over one microbatch."""
         used = None if weights is None else weights != 0
         if weights is not None:
             weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
             batch = _only_used(batch, used)
 
-        def total(params: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        def total(params: Tree) -> tuple[jax.Array, Tree]:
             found = loss(params, batch, number)
-            own = found if self.has_aux else (found, ())
-            extras = own
+            extras = found if self.has_aux else (found, ())
             if weights is not None:
-                _check_per_example(own, weights)
-                extras = jax.tree.map(lambda x: _weighted(self._widened(x), weights), own)
-            return extras[0], (extras, own)
+                _check_per_example(extras, weights)
+                extras = jax.tree.map(lambda x: _weighted(self._widened(x), weights), extras)
+            return extras[0], extras
 
-        gradients, (extras, own) = jax.grad(total, has_aux=True)(params)
+        gradients, extras = jax.grad(total, has_aux=True)(params)
         weight = None if weights is None else jnp.sum(weights)
         sums = Sums(*jax.tree.map(self._widened, (gradients, extras, weight)))
         if used is not None and self.omits_unused:
             counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
             sums = Sums(sums.gradients, counted.extras, counted.weight) if self.over_devices else counted
-        return sums, jax.tree.map(lambda x: jnp.zeros((), jnp.result_type(x)), own)
-
-    def _mean(self, total: jax.Array, like: jax.Array) -> jax.Array:
-        return self._widened((total / self.microbatches).astype(mean_dtype(like.dtype)))
+        return sums
 
     def _widened(self, value: Any) -> jax.Array:
         x: jax.Array = jnp.asarray(value)
         return x.astype(travel_dtype(mean_dtype(x.dtype), self.accumulate_dtype))
+
+
+def count_of(weight: jax.Array | None, n_means: int) -> jax.Array:
+    """Return what sums are divided by: their total weight, or the number of means that were added up."""
+    return jnp.asarray(n_means, jnp.float32) if weight is None else weight
 
 
 def divide_by_weight(

@@ -22,7 +22,7 @@ from meshmend.cost import Hardware, between_tiles, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
-from meshmend.jax.engine.program import Parts, Program, abstract_program, install
+from meshmend.jax.engine.program import Program, Update, abstract_program, install
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
@@ -31,7 +31,8 @@ from meshmend.schedule import Collective
 from meshmend.schedule.lanes import MAX_UNROLLED
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
-UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
+INSTALLED: dict[PlannedUpdate, Update] = {"replicated": "replicated", "sharded": "fused", "fsdp": "two-phase"}
+"""Kinds of training, and the update that `install` knows each by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,14 @@ class TrainingPlan(StepPlan):
 
     def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        return install(self.schedule, fabric, **self._parts)
-
-    @property
-    def _parts(self) -> Parts:
-        if self.update == "fsdp":
-            return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
-        return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
+        return install(
+            self.schedule,
+            fabric,
+            update=INSTALLED[self.update],
+            scatter=self.scatter,
+            gather=self.gather,
+            scalars=self.scalars,
+        )
 
 
 def plan(
@@ -93,8 +95,8 @@ def plan(
     >>> small.schedule.planner, small.workload.payload_bytes, small.hardware.name
     ('latency', 512, 'cpu-xla')
     """
-    if update not in UPDATES:
-        raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
+    if update not in INSTALLED:
+        raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, INSTALLED))}.")
     target = hardware_of(fabric, hardware)
     workload = workload_of(fabric, params, update=update, shardings=shardings, accumulate_dtype=accumulate_dtype)
     budget: dict[str, Any] = {} if budget_s is None else {"budget_s": budget_s}

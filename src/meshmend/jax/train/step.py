@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from meshmend.jax.engine.collectives import (
     all_gather,
     all_reduce,
     groups_of,
-    mean_dtype,
     reduce_scatter,
     shard_of,
     travel_dtype,
@@ -42,12 +41,12 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.engine.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.train.arguments import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
-from meshmend.jax.train.fused_update import streamed_update
-from meshmend.jax.train.optimizer_check import check_elementwise, update_weights, with_steady_dtypes
-from meshmend.jax.train.optimizers import LayerPart, ShardedLayers, inside_tile
-from meshmend.jax.train.part_sums import LossSums, PartLoss, Sums, divide_by_weight
+from meshmend.jax.train.fused_update import FusedUpdate
+from meshmend.jax.train.optimizer_check import Before, check_elementwise, update_weights, with_steady_dtypes
+from meshmend.jax.train.optimizers import inside_tile, sharded_layers
+from meshmend.jax.train.part_sums import LossSums, PartLoss, Sums, count_of, divide_by_weight
 from meshmend.jax.train.shardings import match_specs, shapes_inside, specs_of_state, stacked_specs
-from meshmend.jax.train.value_and_grad import count_of, on_tiles, rows_by_tile, sum_over_tiles
+from meshmend.jax.train.value_and_grad import on_tiles, rows_by_tile, sum_over_tiles
 
 LossFunction = Callable[[Tree, Tree], Tree]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
@@ -107,7 +106,7 @@ def train_step(
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
     `accumulate_dtype` where that is wider than their own dtype. With a replicated update, all that is summed in one
     dtype travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
-    update. Integers and bools in `aux` come back as their means in float32.
+    update. The loss and `aux` come back as means in float32 or wider, of integers and bools too.
 
     With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
@@ -146,18 +145,6 @@ def train_step(
     ).train_step()
 
 
-class Before(NamedTuple):
-    """What a device updates."""
-
-    whole: Tree
-    """The parameters as they are outside of `jax.shard_map`, with the shapes that masks may look at."""
-    params: Tree
-    own: Tree
-    """What of the parameters this device updates."""
-    state: Tree
-    scale: Any
-
-
 @dataclass(frozen=True, eq=False)
 class Training(ABC):
     """A step: differentiate each part of the batch, then update the weights, in `jax.shard_map` over all devices.
@@ -166,6 +153,9 @@ class Training(ABC):
     splits the work inside it: so it comes before, under `jax.vmap` over tiles.
     """
 
+    is_fsdp: ClassVar[bool]
+    """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
+
     loss: Callable[..., Tree]
     optimizer: optax.GradientTransformation
     fabric: Fabric
@@ -173,11 +163,6 @@ class Training(ABC):
     microbatches: int
     accumulate_dtype: DTypeLike | None
     per_example: bool
-
-    @property
-    @abstractmethod
-    def is_fsdp(self) -> bool:
-        """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
 
     @abstractmethod
     def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
@@ -192,13 +177,8 @@ class Training(ABC):
         """Return what of the parameters this device updates."""
 
     @abstractmethod
-    def update(
-        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
-    ) -> tuple[Tree, Tree]:
-        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet.
-
-        `value` is the mean loss.
-        """
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
+        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet."""
 
     def train_step(self) -> TrainStep:
         """Return the two functions."""
@@ -238,19 +218,22 @@ class Training(ABC):
         maker = "sharded_train_step" if self.is_fsdp else "train_step"
         weights = weights_of(weights, batch, maker, per_example=self.per_example)
         found: tuple[Tree, ...]
-        given: Tree = (batch, weights)
-        of_given: Specs = PartitionSpec(self.fabric.batch_axes)
-        local: Callable[..., Tree] = partial(self._on_chip, params)
-        if self.tiles is not None:
-            given, dtypes = self._sums_by_tile(self.tiles, params, batch, weights, program)
-            of_given = self._specs_of_sums(of_params)
-            local = partial(self._on_tile, params, dtypes)
-        if self.tiles is not None and not program.is_sharded:
-            found = self._update_outside(self.tiles, (of_params, of_state), params, state, given, scale, program)
+        if self.tiles is None:
+            by_device = PartitionSpec(self.fabric.batch_axes)
+            in_specs = of_params, of_state, by_device, WHOLE, program.spec
+            local = self._mapped(partial(self._on_chip, params), in_specs, (of_params, of_state, WHOLE, WHOLE))
+            found = local(params, state, (batch, weights), scale, program)
         else:
-            in_specs = of_params, of_state, of_given, WHOLE, program.spec
-            out_specs = of_params, of_state, WHOLE, WHOLE
-            found = self._mapped(local, in_specs, out_specs)(params, state, given, scale, program)
+            rows = self._sums_by_tile(self.tiles, params, batch, weights, program)
+            if program.is_sharded:
+                in_specs = of_params, of_state, self._specs_of_sums(of_params), WHOLE, program.spec
+                local = self._mapped(partial(self._on_tile, params), in_specs, (of_params, of_state, WHOLE, WHOLE))
+                found = local(params, state, rows, scale, program)
+            else:
+                # Whole arrays, which XLA splits inside tiles: any optimizer may look at them.
+                total = sum_over_tiles(rows, of_params, program, self.tiles)
+                new, kept, *means = self._updated(Before(params, params, params, state, scale), total, program)
+                found = self._put(new, of_params), self._put(kept, of_state), *means
         return found if self.has_aux else found[:3]
 
     def values(self, params: Tree, batch: Tree, program: Program) -> Tree:
@@ -267,14 +250,13 @@ class Training(ABC):
         rows = by_vmap(params, rows_by_tile(batch, self.tiles), program)
         return on_tiles(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), self.tiles)
 
-    def _sums(self, params: Tree, batch: Tree, weights: jax.Array | None, program: Program) -> tuple[Sums, Tree]:
+    def _sums(self, params: Tree, batch: Tree, weights: jax.Array | None, program: Program) -> Sums:
         """Differentiate one part of the batch."""
         part = LossSums(
             self.has_aux,
             self.microbatches,
             self.accumulate_dtype,
-            is_split_inside=self._adds_pieces,
-            divides=not self._adds_pieces,
+            is_split_inside=self.tiles is not None,
             over_devices=self.is_fsdp,
             omits_unused=not self._omits_where_added(program),
         )
@@ -282,15 +264,14 @@ class Training(ABC):
 
     def _sums_by_tile(
         self, tiles: TiledFabric, params: Tree, batch: Tree, weights: jax.Array | None, program: Program
-    ) -> tuple[Sums, Tree]:
-        """Let each tile differentiate its part of the batch; return the sums, one row per tile, and own dtypes."""
+    ) -> Sums:
+        """Let each tile differentiate its part of the batch; return the sums, one row per tile."""
         # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
         row: Tree = 0
-        out_axes = Sums(None if self.is_fsdp else row, row, row), None
+        out_axes = Sums(None if self.is_fsdp else row, row, row)
         by_vmap = jax.vmap(self._sums, in_axes=(None, 0, 0, None), out_axes=out_axes, spmd_axis_name=TILE_AXIS)
-        rows, row_weights = rows_by_tile((batch, weights), tiles)
-        sums, dtypes = by_vmap(params, rows, row_weights, program)
-        return sums, dtypes
+        parts, part_weights = rows_by_tile((batch, weights), tiles)
+        return by_vmap(params, parts, part_weights, program)
 
     def _specs_of_sums(self, of_params: Specs) -> Specs:
         """Return how the sums of tiles are split."""
@@ -305,77 +286,40 @@ class Training(ABC):
         if own is not params:
             # To be cut, parameters are packed. That is over, and its buffer free, before anything is made of the batch.
             own, part = lax.optimization_barrier((own, part))
-        sums, dtypes = self._sums(params, *part, program)
+        sums = self._sums(params, *part, program)
+        before = Before(whole, params, own, state, scale)
+        if program.is_sharded:
+            return self._updated(before, _with_total_extras(sums, program), program)
         weights = part[1] if self._omits_where_added(program) else None
         counts = None if weights is None else jnp.any(weights != 0)
-        return self._updated(Before(whole, params, own, state, scale), sums, dtypes, program, counts)
+        return self._updated(before, all_reduce(sums, program, counts=counts), program)
 
     def _omits_where_added(self, program: Program) -> bool:
         """Whether the sums of a device without examples are left out when they are packed, where that is for free."""
         return self.tiles is None and self.microbatches == 1 and not program.is_sharded
 
     def _on_tile(
-        self, whole: Tree, dtypes: Tree, params: Tree, state: Tree, rows: Sums, scale: Any, program: Program
+        self, whole: Tree, params: Tree, state: Tree, rows: Sums, scale: Any, program: Program
     ) -> tuple[Tree, Tree, Tree, Tree]:
         """Return the same of a device of a tile, of whose sums it has its own row."""
         gradients = rows.gradients if self.is_fsdp else _first(rows.gradients)
         sums = Sums(gradients, *_first((rows.extras, rows.weight)))
-        return self._updated(Before(whole, params, self.cut(params, program), state, scale), sums, dtypes, program)
+        before = Before(whole, params, self.cut(params, program), state, scale)
+        return self._updated(before, _with_total_extras(sums, program), program)
 
-    def _updated(
-        self, before: Before, sums: Sums, dtypes: Tree, program: Program, counts: jax.Array | None = None
-    ) -> tuple[Tree, Tree, Tree, Tree]:
-        if program.is_sharded:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
-            sums = Sums(sums.gradients, extras, weight)
-        else:
-            sums = all_reduce(sums, program, counts=counts)
-        value, aux = self._means(sums, dtypes)
-        return *self.update(before, value, sums.gradients, self._mean(sums), program), value, aux
+    def _updated(self, before: Before, sums: Sums, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
+        """Return new parameters, state, loss and aux; of these sums only the gradients may still be incomplete."""
+        count = count_of(sums.weight, self.fabric.n_parts * self.microbatches)
+        value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
+        if self.is_fsdp:
+            # The loss takes the mean over devices, where it does not ask for their sum.
+            count = count_of(sums.weight, self.microbatches)
 
-    def _update_outside(
-        self,
-        tiles: TiledFabric,
-        specs: tuple[Specs, Specs],
-        params: Tree,
-        state: Tree,
-        sums: Sums,
-        scale: Any,
-        program: Program,
-    ) -> tuple[Tree, Tree, Tree, Tree]:
-        """Return the same for whole arrays that XLA splits inside tiles, as any optimizer may look at them."""
-        of_params, of_state = specs
-        sums = sum_over_tiles(sums, of_params, program, tiles)
-        value, aux = self._means(sums, None)
-        before = Before(params, params, params, state, scale)
-        params, state = self.update(before, value, sums.gradients, self._mean(sums), program)
-        return self._put(params, of_params), self._put(state, of_state), value, aux
+        def mean(total: jax.Array) -> jax.Array:
+            return divide_by_weight(total, count, empty=0.0).astype(total.dtype)
 
-    @property
-    def _adds_pieces(self) -> bool:
-        """Whether a mean is divided once, with all microbatches added up; not by each device and then by their number.
-
-        XLA splits such a part of the batch inside its tile, and the loss and aux keep the dtypes of their sums.
-        """
-        return self.tiles is not None and not self.is_fsdp
-
-    def _count(self, sums: Sums) -> jax.Array:
-        return count_of(sums.weight, self.fabric, self.microbatches if self._adds_pieces else 1)
-
-    def _mean(self, sums: Sums) -> Mean:
-        if self.is_fsdp and sums.weight is None:
-            return lambda mean: mean  # made by the loss, which may ask for a sum instead
-        count = self._count(sums)
-        return lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype)
-
-    def _means(self, sums: Sums, dtypes: Tree) -> tuple[Tree, Tree]:
-        """Return the mean loss and aux."""
-        count = self._count(sums)
-        means = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
-        if not self._adds_pieces and not (self.is_fsdp and self.per_example):
-            means = jax.tree.map(lambda x, like: x.astype(mean_dtype(like.dtype)), means, dtypes)
-        value, aux = means
-        return value, aux
+        before = replace(before, value=value)
+        return *self.update(before, sums.gradients, mean, program), value, aux
 
     def _mapped(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         # With check_vma JAX would itself sum the gradients of replicated weights.
@@ -393,11 +337,9 @@ class Training(ABC):
 class _WholeParams(Training):
     """A step for parameters that are whole on every chip, or on every tile, where they are split inside it."""
 
-    shardings: Tree
+    is_fsdp = False
 
-    @property
-    def is_fsdp(self) -> bool:
-        return False
+    shardings: Tree
 
     def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
         check_program(program, self.fabric)
@@ -425,36 +367,23 @@ class _WholeParams(Training):
     def cut(self, params: Tree, program: Program) -> Tree:
         return shard_of(params, program, accumulate_dtype=self.accumulate_dtype) if program.is_sharded else params
 
-    def update(
-        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
-    ) -> tuple[Tree, Tree]:
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         if not program.is_sharded:
             gradients = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
-            return update_weights(self.optimizer, before.params, before.state, gradients, before.scale, value=value)
-        inside = match_specs((self.shardings,), (before.whole,), self.fabric)[0]
-        tile = inside_tile(before.whole, inside, self.fabric)
+            return update_weights(self.optimizer, before, gradients)
         sums = self.accumulate_dtype
+        tile = inside_tile(match_specs((self.shardings,), (before.whole,), self.fabric)[0], self.fabric)
         if program.update == "fused":
-            return streamed_update(
-                self.optimizer,
-                before.params,
-                before.own,
-                before.state,
-                gradients,
-                partial(jax.tree.map, mean),
-                before.scale,
-                value,
-                program,
-                sums,
-                before.whole,
-                tile,
-            )
+            return FusedUpdate(self.optimizer, before, mean, program, sums, tile).of(gradients)
         own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
-        layers = ShardedLayers([LayerPart.of_shards(before.params, program, sums, tile)], program, before.whole)
-        own, state = update_weights(
-            self.optimizer, before.own, before.state, own_gradients, before.scale, value=value, layers=layers
-        )
+        layers = sharded_layers(before, program, sums, tile)
+        own, state = update_weights(self.optimizer, before, own_gradients, layers=layers)
         return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
+
+
+def _with_total_extras(sums: Sums, program: Program) -> Sums:
+    """Return sums whose loss, aux and weight are of all devices; the gradients are as they are."""
+    return Sums(sums.gradients, *all_reduce((sums.extras, sums.weight), program.for_scalars))
 
 
 def _first(rows: Tree) -> Tree:

@@ -9,7 +9,6 @@ nothing moves inside a tile. `docs/jax.md` has the table of what works inside a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,11 +19,10 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, all_reduce
-from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.engine.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.train.arguments import check_batch, check_microbatches, check_program, weights_of
-from meshmend.jax.train.part_sums import LossSums, Sums, divide_by_weight
+from meshmend.jax.train.part_sums import LossSums, Sums, count_of, divide_by_weight
 from meshmend.jax.train.shardings import match_specs, stacked_specs
 
 LIST_IT = (
@@ -38,7 +36,6 @@ def value_and_grad(
     fabric: TiledFabric,
     shardings: Tree,
     *,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     shared_argnums: int | Sequence[int] = (),
     key_argnums: int | Sequence[int] = (),
@@ -54,10 +51,10 @@ def value_and_grad(
     `shardings` says how each parameter is split inside a tile, as PartitionSpecs or NamedShardings: a tree like the
     parameters, or a prefix of one. A wrong one costs communication inside tiles, never correctness.
 
-    What the arguments of the loss are: `argnums` (as in JAX) are parameters, the same on all tiles. `shared_argnums`
-    are the same on all tiles and are not differentiated: a step's number, model state that is averaged. `key_argnums`
-    are random keys: each tile gets its own, `jax.random.fold_in(key, tile)`, and so does each microbatch. Everything
-    else is a batch, whose first axis is split over tiles.
+    The first argument of the loss is the parameters, the same on all tiles. `shared_argnums` are the same on all tiles
+    and are not differentiated: a step's number, model state that is averaged. `key_argnums` are random keys: each tile
+    gets its own, `jax.random.fold_in(key, tile)`, and so does each microbatch. Everything else is a batch, whose first
+    axis is split over tiles.
 
     With `has_aux` the loss returns (value, aux), and f returns ((value, aux), gradients), with the mean of aux over
     tiles (of integers in float32).
@@ -83,61 +80,51 @@ def value_and_grad(
             "or with mmj.tile(fabric, '1x1') for data parallelism alone."
         )
     check_microbatches(microbatches)
-    roles = Roles(_numbers(argnums), _numbers(shared_argnums), _numbers(key_argnums))
+    of_shared, of_keys = _numbers(shared_argnums), _numbers(key_argnums)
     part = LossSums(has_aux, microbatches, accumulate_dtype, is_split_inside=True)
-    given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
     def of_tile(params: Tree, shared: Tree, keys: Tree, batch: Tree, weights: Any) -> Sums:
         def call(params: Tree, batch: Tree, number: jax.Array | None) -> Tree:
             own = keys if number is None else jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
-            args = {**dict(zip(roles.params, params, strict=True)), **shared, **own, **batch}
-            return loss(*(args[i] for i in range(len(args))))
+            args = {**shared, **own, **batch}
+            return loss(params, *(args[i] for i in range(1, len(args) + 1)))
 
-        return part.of(call, params, batch, weights)[0]
+        return part.of(call, params, batch, weights)
 
     def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Tree, Tree]:
         check_program(program, fabric)
         _check_whole(program)
-        batch = roles.batch(args)
+        batch = _batch_of(args, of_shared, of_keys)
         check_batch({f"Argument {i}": arg for i, arg in batch.items()}, fabric, microbatches, instead=LIST_IT)
         weights = weights_of(weights, list(batch.values()), "value_and_grad", per_example=per_example)
-        params, shared = tuple(args[i] for i in roles.params), {i: args[i] for i in roles.shared}
-        specs = match_specs(given, params, fabric)
-        keys = on_tiles({i: _key_per_tile(args[i], fabric.mesh.n_chips) for i in roles.keys}, fabric)
+        params, shared = args[0], {i: args[i] for i in of_shared}
+        specs = match_specs((shardings,), (params,), fabric)[0]
+        keys = on_tiles({i: _key_per_tile(args[i], fabric.mesh.n_chips) for i in of_keys}, fabric)
         by_vmap = jax.vmap(of_tile, in_axes=(None, None, 0, 0, 0), spmd_axis_name=TILE_AXIS)
         sums = by_vmap(params, shared, keys, *rows_by_tile((batch, weights), fabric))
         total = sum_over_tiles(sums, specs, program, fabric)
-        count = count_of(total.weight, fabric, microbatches)
+        count = count_of(total.weight, fabric.n_parts * microbatches)
         value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), total.extras)
         gradients = jax.tree.map(
             lambda x, like: divide_by_weight(x, count, empty=0.0).astype(jnp.result_type(like)), total.gradients, params
         )
-        return (value, aux) if has_aux else value, gradients[0] if isinstance(argnums, int) else gradients
+        return (value, aux) if has_aux else value, gradients
 
     return mean_gradients
 
 
-@dataclass(frozen=True)
-class Roles:
-    """What each positional argument of a loss is, by number: what is not listed is a batch."""
-
-    params: tuple[int, ...]
-    shared: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    def batch(self, args: Sequence[Tree]) -> dict[int, Any]:
-        """Return the arguments that are split over tiles, by number; refuse numbers that are no argument's."""
-        listed = [*self.params, *self.shared, *self.keys]
-        if len(set(listed)) < len(listed) or not all(0 <= i < len(args) for i in listed):
-            raise ParameterError(
-                f"argnums, shared_argnums and key_argnums are {self.params}, {self.shared} and {self.keys}: expected "
-                f"numbers from 0 to {len(args) - 1}, each in one of them, as the function was called with {len(args)} "
-                "arguments."
-            )
-        found = {i: arg for i, arg in enumerate(args) if i not in listed}
-        if not found:
-            raise ParameterError("No argument of the loss is a batch to split over tiles: all are listed as others.")
-        return found
+def _batch_of(args: Sequence[Tree], shared: Sequence[int], keys: Sequence[int]) -> dict[int, Tree]:
+    """Return the arguments that are split over tiles, by number; refuse numbers that are no argument's."""
+    listed = [*shared, *keys]
+    if len(set(listed)) < len(listed) or not all(0 < i < len(args) for i in listed):
+        raise ParameterError(
+            f"shared_argnums and key_argnums are {shared} and {keys}: expected numbers from 1 to {len(args) - 1}, each "
+            f"in one of them, as the function was called with {len(args)} arguments."
+        )
+    found = {i: arg for i, arg in enumerate(args) if i and i not in listed}
+    if not found:
+        raise ParameterError("No argument of the loss is a batch to split over tiles: all are listed as others.")
+    return found
 
 
 def rows_by_tile(batch: Tree, fabric: TiledFabric) -> Tree:
@@ -154,11 +141,6 @@ def on_tiles(tree: Tree, fabric: TiledFabric) -> Tree:
         return lax.with_sharding_constraint(x, NamedSharding(fabric.jax_mesh, PartitionSpec(TILE_AXIS, *free)))
 
     return jax.tree.map(constrain, tree)
-
-
-def count_of(weight: jax.Array | None, fabric: Fabric, microbatches: int) -> jax.Array:
-    """Return what sums over devices, or tiles, are divided by: their weight, or the number of means added up."""
-    return jnp.asarray(fabric.n_parts * microbatches, jnp.float32) if weight is None else weight
 
 
 def sum_over_tiles(sums: Sums, specs: Tree, program: Program, fabric: TiledFabric) -> Sums:

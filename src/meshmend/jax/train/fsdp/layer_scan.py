@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, all_reduce
-from meshmend.jax.engine.loops import zero_after
 from meshmend.jax.engine.program import Program
 from meshmend.jax.train.fsdp.params import ShardedParams, count_layers, is_sharded
 from meshmend.schedule.lanes import MAX_UNROLLED
@@ -38,7 +37,6 @@ def scan_layers(
     mean: bool = True,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     hide: bool = True,
-    in_turn: bool = False,
     unroll: bool | None = None,
 ) -> Tree:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
@@ -56,8 +54,7 @@ def scan_layers(
 
     `x` is any tree; a layer returns one of the same shapes and dtypes. Without `hide` each layer is gathered when it is
     needed and its gradients are summed at once: nothing hides, and a chip needs the memory of one layer's weights and
-    one layer's gradients less. With `in_turn` the backward pass gathers a layer's weights only when the gradients of
-    the one above are scattered, not meanwhile, which may take the memory of one layer less: docs/jax.md has figures.
+    one layer's gradients less.
     `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees each permute: by default on
     TPUs, where there is something to hide, for plans of at most 96 steps. Compile with `fabric.overlap_options`.
 
@@ -75,7 +72,7 @@ def scan_layers(
     >>> step(params, jnp.ones((24, 8)), pair)
     ShardedParams(6 layers, 384 parameters in shards of float32)
     """
-    stack: _Stack
+    stack: _Sharded | _Replicated
     if is_sharded(params):
         params.check(program, stacked=True)
         stack = _Sharded(params, mean, _unrolls(program, hide, unroll))
@@ -84,32 +81,14 @@ def scan_layers(
         stack = _Replicated(params, mean, accumulate_dtype, _unrolls(program, hide, unroll))
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     one, outer = _pure(layer, stack.like, jax.tree.unflatten(structure, leaves))
-    found = _scan(one, params, leaves, outer, program, stack, hide, in_turn)
+    found = _scan(one, params, leaves, outer, program, stack, hide)
     return jax.tree.unflatten(structure, found)
-
-
-class _Stack(Protocol):
-    """Where the weights of a stack of layers come from, and where their gradients go."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def like(self) -> Tree:
-        """One layer's weights, as shapes and dtypes."""
-
-    def fetch(self, params: Tree, number: jax.Array | int, program: Program) -> Tree:
-        """Begin to make a layer's weights available; what is returned is held until it computes."""
-
-    def weights(self, held: Tree, params: Tree, number: jax.Array | int) -> Tree:
-        """Return a layer's weights of what was fetched."""
-
-    def send(self, gradients: Tree, program: Program) -> Tree:
-        """Return the gradients of one layer, over all devices."""
 
 
 @dataclass(frozen=True)
 class _Sharded:
+    """A stack whose weights are gathered, one layer at a time, and whose gradients are reduce-scattered."""
+
     params: ShardedParams
     mean: bool
     unroll: bool
@@ -120,22 +99,28 @@ class _Sharded:
 
     @property
     def like(self) -> Tree:
+        """One layer's weights, as shapes and dtypes."""
         return self.params.outline.like
 
     def fetch(self, params: ShardedParams, number: jax.Array | int, program: Program) -> Tree:
+        """Begin to make a layer's weights available; what is returned is held until it computes."""
         return params.gather(params.layer(number), program, unroll=self.unroll)
 
     def weights(self, held: Tree, params: ShardedParams, number: jax.Array | int) -> Tree:
+        """Return a layer's weights of what was fetched."""
         del params, number
         return held
 
     def send(self, gradients: Tree, program: Program) -> ShardedParams:
+        """Return the gradients of one layer, over all devices."""
         shards = self.params.scatter(gradients, program, mean=self.mean, unroll=self.unroll)
         return ShardedParams(shards, self.params.outline)
 
 
 @dataclass(frozen=True)
 class _Replicated:
+    """A stack whose weights are whole on every chip, and whose gradients are all-reduced."""
+
     params: Tree
     mean: bool
     accumulate_dtype: DTypeLike | None
@@ -168,7 +153,7 @@ OneLayer = Callable[[Tree, Flat, Flat], Flat]
 
 
 def _scan(
-    one: OneLayer, params: Tree, x: Flat, outer: Flat, program: Program, stack: _Stack, hide: bool, in_turn: bool
+    one: OneLayer, params: Tree, x: Flat, outer: Flat, program: Program, stack: _Sharded | _Replicated, hide: bool
 ) -> Flat:
     """Run the layers, with a backward pass that is written out."""
     n_layers = stack.n_layers
@@ -216,8 +201,7 @@ def _scan(
             # The layer above is summed while this one computes. In the first round there is none: what is written to
             # the last place then is replaced in the second.
             summed = stack.send(waiting, program)
-            below = number - 1 + (zero_after(jax.tree.leaves(summed), number) if in_turn else 0)
-            return (dx, ahead(params, below, program), dw, d_outer, _put(sums, summed, number + 1)), None
+            return (dx, ahead(params, number - 1, program), dw, d_outer, _put(sums, summed, number + 1)), None
 
         none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack.like) if hide else None
         start = (x_parts.varied(dy), held, none, _zeros(outer_parts.varied(outer)), _zeros(params))

@@ -3,8 +3,8 @@
 `gather_params` returns the whole tree on every chip; its gradient is reduce-scattered, so that `jax.grad` returns
 shards like those of the parameters. `scan_layers` does the same for a stack of layers.
 
-`shard_params`, `init_sharded`, `unshard_params` and `reshard_params` lead from whole trees to shards and back: they
-work on whole arrays, outside `jax.shard_map`. On tiles the arrays are split inside a tile first.
+`shard_params`, `init_sharded` and `unshard_params` lead from whole trees to shards and back: they work on whole arrays,
+outside `jax.shard_map`. On tiles the arrays are split inside a tile first.
 
 Any number of chips will do, and chips may own different numbers of chunks: all make room for as many as the chip that
 owns most, and what one does not need is zero.
@@ -17,12 +17,11 @@ what they do.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -123,15 +122,8 @@ class ShardedParams:
         if outline.inside is None:
             return local(shards, program)
         mesh = outline.inside.jax_mesh
-        mapped: Any = custom_vmap(
-            jax.shard_map(
-                local,
-                mesh=mesh,
-                in_specs=(PartitionSpec(mesh.axis_names), program.spec),
-                out_specs=outline.specs_inside,
-                check_vma=False,
-            )
-        )
+        in_specs = PartitionSpec(mesh.axis_names), program.spec
+        mapped: Any = custom_vmap(_shard_mapped(local, mesh, in_specs, outline.specs_inside))
 
         def refuse(*_: Any) -> NoReturn:
             raise ParameterError("Shards are the same for all tiles: give vmap's in_axes None for sharded parameters.")
@@ -155,12 +147,11 @@ class ShardedParams:
         if outline.inside is None:
             return local(tree, program)
         mesh = outline.inside.jax_mesh
-        sum_rows: Callable[..., Shards] = jax.shard_map(
+        sum_rows: Callable[..., Shards] = _shard_mapped(
             lambda tree, program: local(jax.tree.map(lambda x: x[0], tree), program),
-            mesh=mesh,
-            in_specs=(stacked_specs(outline.specs_inside), program.spec),
-            out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,
+            mesh,
+            (stacked_specs(outline.specs_inside), program.spec),
+            PartitionSpec(mesh.axis_names),
         )
 
         def row_per_tile(x: Any) -> Tree:
@@ -264,16 +255,16 @@ def name_cut(program: Program) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def shard_params(
-    params: Tree,
-    fabric: Fabric,
-    program: Program,
-    *,
-    stacked: bool = False,
-    shardings: Tree = None,
-    gather_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = jnp.float32,
-) -> ShardedParams:
+class ShardOptions(TypedDict, total=False):
+    """How parameters are cut: see `shard_params`."""
+
+    stacked: bool
+    shardings: Tree
+    gather_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
+
+
+def shard_params(params: Tree, fabric: Fabric, program: Program, **options: Unpack[ShardOptions]) -> ShardedParams:
     """Cut a tree of parameters so that each chip keeps the chunks that it owns; with `stacked`, layer by layer.
 
     `stacked` says that the first axis of every array is the layers of a stack, for `scan_layers`. The shards have the
@@ -289,43 +280,17 @@ def shard_params(
     >>> mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     ShardedParams(6 layers, 432 parameters in shards of float32)
     """
-    return init_sharded(
-        lambda tree: tree,
-        jax.tree.map(jnp.asarray, params),
-        fabric,
-        program,
-        stacked=stacked,
-        shardings=shardings,
-        gather_dtype=gather_dtype,
-        accumulate_dtype=accumulate_dtype,
-    )
+    return init_sharded(lambda tree: tree, jax.tree.map(jnp.asarray, params), fabric, program, **options)
 
 
 def init_sharded(
-    make: Callable[[Tree], Tree],
-    key: Any,
-    fabric: Fabric,
-    program: Program,
-    *,
-    stacked: bool = False,
-    shardings: Tree = None,
-    gather_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = jnp.float32,
+    make: Callable[[Tree], Tree], key: Any, fabric: Fabric, program: Program, **options: Unpack[ShardOptions]
 ) -> ShardedParams:
     """Make parameters as `make(key)` and keep only shards of them; with `stacked`, one layer per key of `key`.
 
     No more than one layer (or the one tree) is ever whole on a chip. The options are those of `shard_params`.
     """
-    made, values, outline = sharder(
-        make,
-        key,
-        fabric,
-        program,
-        stacked=stacked,
-        shardings=shardings,
-        gather_dtype=gather_dtype,
-        accumulate_dtype=accumulate_dtype,
-    )
+    made, values, outline = sharder(make, key, fabric, program, **options)
     return ShardedParams(made(values, program), outline)
 
 
@@ -359,20 +324,12 @@ def sharder(
     def cut(tree: Tree, program: Program) -> Shards:
         return shard_of(tree, program, accumulate_dtype=accumulate_dtype)
 
-    if outline.inside is None:
-        function = _shard_mapped(
-            lambda given, program: _by_layer(lambda one: cut(make(one), program), given, outline),
-            fabric,
-            (PartitionSpec(), program.spec),
-            spec_of(outline, fabric),
-        )
-    else:
-        # Made by XLA, so that no chip has more of an array than its part of it.
-        of_chip = _shard_mapped(cut, fabric, (outline.specs_inside, program.spec), PartitionSpec(fabric.axes))
+    # Made by XLA, so that in a tile no chip has more of an array than its part of it.
+    of_chip = _shard_mapped(cut, fabric.jax_mesh, (outline.specs_inside, program.spec), PartitionSpec(fabric.axes))
 
-        def function(given: Tree, program: Program) -> Shards:
-            found: Shards = _by_layer(lambda one: of_chip(make(one), program), given, outline)
-            return found
+    def function(given: Tree, program: Program) -> Shards:
+        found: Shards = _by_layer(lambda one: of_chip(make(one), program), given, outline)
+        return found
 
     split = fabric.sharding(*spec_of(outline, fabric))
     values, restored = _on_every_process(given)
@@ -386,19 +343,10 @@ def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Tre
     An array on a device of this process alone cannot be part of it; its values can. Random keys travel as bits.
     """
     leaves, structure = jax.tree.flatten(given)
-    is_local = [
-        jax.process_count() > 1
-        and isinstance(leaf, jax.Array)
-        and not isinstance(leaf, jax.core.Tracer)
-        and leaf.is_fully_addressable
-        for leaf in leaves
-    ]
-    is_key = [
-        local and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf, local in zip(leaves, is_local, strict=True)
-    ]
+    is_key = [jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key) for leaf in leaves]
     kinds = [jax.random.key_impl(leaf) if key else None for leaf, key in zip(leaves, is_key, strict=True)]
     bits = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
-    values = [np.asarray(leaf) if local else leaf for leaf, local in zip(bits, is_local, strict=True)]
+    values = [np.asarray(leaf) if _is_local(leaf) else leaf for leaf in bits]
 
     def restored(values: list[Any]) -> Tree:
         found = [
@@ -410,12 +358,17 @@ def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Tre
     return values, restored
 
 
+def _is_local(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and jax.process_count() > 1 and leaf.is_fully_addressable
+
+
 def _by_layer(function: Callable[[Tree], Tree], given: Tree, outline: ShardedOutline) -> Tree:
     return function(given) if outline.n_layers is None else lax.map(function, given)
 
 
-def _shard_mapped(function: Callable[..., Tree], fabric: Fabric, in_specs: Any, out_specs: Any) -> Callable[..., Tree]:
-    return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def _shard_mapped(function: Callable[..., Tree], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Tree]:
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _inside(shardings: Tree, like: Tree, fabric: Fabric) -> InsideTiles | None:
@@ -429,9 +382,8 @@ def _inside(shardings: Tree, like: Tree, fabric: Fabric) -> InsideTiles | None:
 def unshard_params(tree: Tree, fabric: Fabric, program: Program) -> Tree:
     """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
 
-    On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that cutting them
-    again (`reshard_params`), for these or for other chips, gives the same elements: this is how parameters and an
-    optimizer's state move from one set of survivors to another.
+    On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that parameters cut
+    again, for these or for other chips, have the same elements.
     """
 
     def whole(params: ShardedParams) -> Tree:
@@ -454,41 +406,10 @@ def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[
     )
     return _shard_mapped(
         lambda one, program: all_gather(one, program, like=like),
-        fabric,
+        fabric.jax_mesh,
         (PartitionSpec(fabric.axes), program.spec),
         outline.specs_inside,
     )
-
-
-def reshard_params(whole: Tree, like: Tree, fabric: Fabric, program: Program) -> Tree:
-    """Cut what `unshard_params` put together as `like` was cut, for this fabric; `like` may be of other chips.
-
-    Both are any trees, such as (parameters, optimizer's state), on any devices or on none. Where `like` has a
-    `ShardedParams`, `whole` has the tree that it is of; everything else is copied to every device.
-    """
-
-    def cut(like: Tree, whole: Tree) -> Tree:
-        whole = jax.device_put(whole, fabric.sharding())
-        if not is_sharded(like):
-            return whole
-        outline = like.outline
-        specs = None if outline.inside is None else outline.specs_inside
-        found = shard_params(
-            whole,
-            fabric,
-            program,
-            stacked=outline.n_layers is not None,
-            shardings=specs,
-            accumulate_dtype=outline.accumulate_dtype,
-        )
-        if (found.outline.structure, found.outline.shapes) != (outline.structure, outline.shapes):
-            raise ParameterError(
-                f"Expected parameters of shapes {outline.shapes} in {outline.structure}, got {found.outline.shapes} in "
-                f"{found.outline.structure}: `whole` is not what `like` was cut from."
-            )
-        return ShardedParams(found.shards, dataclasses.replace(found.outline, dtypes=outline.dtypes))
-
-    return jax.tree.map(cut, like, whole, is_leaf=is_sharded)
 
 
 def count_layers(params: Tree) -> int:

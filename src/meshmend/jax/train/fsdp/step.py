@@ -22,10 +22,10 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.train.arguments import check_program
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded, sharded_specs
-from meshmend.jax.train.optimizer_check import check_elementwise, update_weights, with_steady_dtypes
+from meshmend.jax.train.optimizer_check import Before, check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.train.optimizers import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.train.part_sums import PartLoss
-from meshmend.jax.train.step import Before, Mean, Training, TrainStep
+from meshmend.jax.train.step import Mean, Training, TrainStep
 
 ShardedLoss = Callable[[Tree, Tree, Program], Tree]
 """From sharded parameters, a device's part of the batch and the programs to a scalar (or, with `has_aux`, that and a
@@ -79,9 +79,7 @@ def sharded_train_step(
 class _ShardedParams(Training):
     """A step for parameters of which each chip has its own chunks, and of which the loss gathers what it needs."""
 
-    @property
-    def is_fsdp(self) -> bool:
-        return True
+    is_fsdp = True
 
     def specs(self, params: Tree, program: Program) -> tuple[Tree, Tree]:
         """Return how what is like the parameters is split, as they are; numbers not at all."""
@@ -116,14 +114,9 @@ class _ShardedParams(Training):
         del program
         return params
 
-    def update(
-        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
-    ) -> tuple[Tree, Tree]:
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
-        layers = _layers_of(before.params, program, self.fabric)
-        return update_weights(
-            self.optimizer, before.params, before.state, means, before.scale, value=value, layers=layers
-        )
+        return update_weights(self.optimizer, before, means, layers=_layers_of(before.params, program, self.fabric))
 
 
 def _layers_of(params: Tree, program: Program, fabric: Fabric) -> ShardedLayers:
@@ -134,7 +127,7 @@ def _layers_of(params: Tree, program: Program, fabric: Fabric) -> ShardedLayers:
             one.outline.own_like,
             program,
             one.outline.accumulate_dtype,
-            inside_tile(one.outline.like, one.outline.specs_inside, fabric),
+            inside_tile(one.outline.specs_inside, fabric),
             is_stack=one.n_layers is not None,
         )
         for one in trees
