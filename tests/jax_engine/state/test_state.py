@@ -233,12 +233,11 @@ def ranked(whole: Trained, held: list[list[Copy]]) -> list[Source]:
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 4])
-@pytest.mark.parametrize("n_keepers", [1, 2])
-def test_what_hosts_take_with_them_others_have(whole: Trained, n_blocks: int, n_keepers: int) -> None:
+def test_what_hosts_take_with_them_others_have(whole: Trained, n_blocks: int) -> None:
     """Every pair of hosts, and more: whole where the parts that are left say so, and then bit for bit."""
-    everybody = copies_of(whole, n_blocks=n_blocks, n_keepers=n_keepers)
+    everybody = copies_of(whole, n_blocks=n_blocks)
     rebuilt_for = {(0,), (5,), (1, 4), (0, 2, 5), (1, 2, 3, 4, 5, 6, 7)}
-    spares = 8 // n_blocks - 1 if whole.kind == "program" else min(8 // n_blocks - 1, n_keepers)
+    spares = 8 // n_blocks - 1 if whole.kind == "program" else min(8 // n_blocks - 1, 1)
     whole_after: dict[int, list[bool]] = {}
     for lost in [*itertools.combinations(range(8), 1), *itertools.combinations(range(8), 2), *rebuilt_for]:
         copies = {host: copy for host, copy in everybody.items() if host not in lost}
@@ -255,8 +254,8 @@ def test_what_hosts_take_with_them_others_have(whole: Trained, n_blocks: int, n_
     for n_lost, found in whole_after.items():
         assert all(found) or n_lost > spares
     if n_blocks == 1:
-        # With one keeper, four of the 28 pairs are keeper and kept: those that are half-way around.
-        assert whole_after[2].count(False) == (4 if whole.kind != "program" and n_keepers == 1 else 0)
+        # Four of the 28 pairs are keeper and kept: those that are half-way around.
+        assert whole_after[2].count(False) == (4 if whole.kind != "program" else 0)
         assert all(whole_after[7]) == (whole.kind == "program")
 
 
@@ -373,14 +372,12 @@ def test_what_a_restart_goes_back_behind_stays_until_all_hosts_have_written_a_ne
     assert not tmp_path.exists()
 
 
-@pytest.mark.parametrize(("n_blocks", "n_keepers"), [(1, 1), (4, 1), (2, 2)])
-def test_hosts_keep_a_block_of_what_all_have_and_shards_of_their_own_and_others(
-    whole: Trained, n_blocks: int, n_keepers: int
-) -> None:
-    copies = copies_of(whole, n_blocks=n_blocks, n_keepers=n_keepers)
+@pytest.mark.parametrize("n_blocks", [1, 4])
+def test_hosts_keep_a_block_of_what_all_have_and_shards_of_their_own_and_others(whole: Trained, n_blocks: int) -> None:
+    copies = copies_of(whole, n_blocks=n_blocks)
     outline = copies[0].outline
     assert outline.n_shares == 8 * n_blocks
-    shards = 8 * (1 + n_keepers) * outline.shards_bytes
+    shards = 8 * 2 * outline.shards_bytes
     for copy in copies.values():
         assert sum(array.nbytes for data in copy.data for array in data) == 8 * outline.share_bytes + shards
     replicated = sum(size * np.dtype(dtype).itemsize for dtype, sizes in outline.replicated.items() for size in sizes)

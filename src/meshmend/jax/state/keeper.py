@@ -366,7 +366,7 @@ class Keeper:
         if self.memory_every:
             try:
                 self.memory.lock.take()
-                mine["room"] = look_for_room(self.memory.folder, self.layout)
+                mine["room"] = look_for_room(self.memory.folder)
                 if self._has_default_folder:
                     for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))
