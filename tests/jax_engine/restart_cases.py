@@ -100,8 +100,6 @@ class Started:
         if self.keeper._mirror is not None:
             self.keeper._mirror.wait()
         finish_save(self)
-        if self.keeper.checkpoints is not None:
-            self.keeper.checkpoints.abandon()
         self.keeper.memory.lock.release()
 
     def events(self, name: str) -> list[dict[str, Any]]:

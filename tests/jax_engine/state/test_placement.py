@@ -204,7 +204,6 @@ def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int
     assert sorted(keeper) == list(range(len(host_of_chip)))
     kept = [chip for chip, by in enumerate(keeper) if host_of_chip[by] != host_of_chip[chip]]
     assert len(kept) == 2 * (sum(sizes) - max(sizes))
-    assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)
     replicated = case(mesh, tuple(host_of_chip), sharded=False)
     assert replicated.spares == len(sizes) - 1
 

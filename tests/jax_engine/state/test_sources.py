@@ -172,8 +172,9 @@ def test_a_dead_disk_does_not_make_memory_useless(tmp_path: Path) -> None:
     assert found.source == "memory"
     assert_is_step(again, found, 1)
     assert len({str(warning.message) for warning in warned}) == len(warned)
+    again.keep(2)
     with pytest.warns(RuntimeWarning, match="Step 2 is not saved on disk: .*File exists"):
-        again.keep(2)
+        finish_save(again)
     assert [event["step"] for event in again.events("not saved")] == [2]
     # The disk is back: from then on it is used again.
     (tmp_path / "disk").unlink()

@@ -131,64 +131,6 @@ def holed(whole: Trained) -> Trained:
     return Trained((5,), whole.kind)
 
 
-def test_vectors_of_sharded_parameters_hold_one_layer_after_the_other(whole: Trained) -> None:
-    if whole.kind != "fsdp":
-        pytest.skip("other states are below")
-    # The oracle: Adam, by its formulas, with gradients that are the number of an array times the mean of the batch.
-    whole_tree = {"ends": params_tree(), "layers": layers_tree()}
-    trees: list[dict[str, dict[str, Any]]] = [{"ends": {}, "layers": {}} for _ in range(3)]
-    for part, tree in whole_tree.items():
-        for number, name in enumerate(sorted(tree), 1):
-            values, mu, nu = np.asarray(tree[name]).astype(np.float32), np.float32(0), np.float32(0)
-            for step in (1, 2):
-                mean = np.mean(np.arange(128, dtype=np.float32).reshape(64, 2)[:, 0] % 5 - 2 + step) * number
-                mu, nu = 0.9 * mu + 0.1 * mean, 0.999 * nu + 0.001 * mean**2
-                values = values - 0.25 * (mu / (1 - 0.9**step)) / (np.sqrt(nu / (1 - 0.999**step)) + 1e-8)
-            for found, one in zip(trees, (values, np.full_like(values, mu), np.full_like(values, nu)), strict=True):
-                found[part][name] = one
-    vectors = whole.vectors()
-    assert list(vectors) == ["replicated int32", *(f"sharded {i}" for i in range(6))]
-    assert vectors["replicated int32"].tolist() == [2]
-    for first, expected in zip((0, 2, 4), trees, strict=True):
-        ends = [np.ravel(expected["ends"][name]) for name in "abc"]
-        layers = [np.ravel(expected["layers"][name][layer]) for layer in range(3) for name in ("bias", "up")]
-        # Of the parameters: Adam divides by the root of 1 - 0.999², which has five digits in float32.
-        atol = 1e-5 if first == 0 else 0
-        np.testing.assert_allclose(vectors[f"sharded {first}"], np.concatenate(ends), rtol=2e-6, atol=atol)
-        np.testing.assert_allclose(vectors[f"sharded {first + 1}"], np.concatenate(layers), rtol=2e-6, atol=atol)
-
-
-def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained) -> None:
-    if whole.kind == "fsdp":
-        pytest.skip("above")
-    # The oracle: Adam itself, on whole parameters, with the mean of the gradients written down by hand.
-    params = params_tree()
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    optimizer = optax.adam(0.25)
-    state = optimizer.init(wide)
-    for i in range(2):
-        mean = np.mean(np.arange(128, dtype=np.float32).reshape(64, 2)[:, 0] % 5 - 1 + i)
-        gradients = {name: jnp.full_like(wide[name], mean * (k + 1)) for k, name in enumerate(sorted(wide))}
-        _, state = optimizer.update(gradients, state, wide)
-    vectors = whole.vectors()
-    if whole.kind == "program":
-        assert list(vectors) == ["replicated float32", "replicated bfloat16", "replicated int32"]
-        # Arrays of one dtype one after the other, in the order of the leaves: weights, then both moments.
-        adam = whole.state[1][0]
-        trees = [whole.state[0], adam.mu, adam.nu]
-        for dtype, keys in (("float32", "ac"), ("bfloat16", "b")):
-            own = np.concatenate([np.ravel(tree[key]) for tree in trees for key in keys])
-            assert vectors[f"replicated {dtype}"].tobytes() == own.tobytes()
-        assert vectors["replicated int32"].tolist() == [2]
-        moments = vectors["replicated float32"].reshape(3, -1)[1:]
-        for found, tree in zip(moments, (state[0].mu, state[0].nu), strict=True):
-            np.testing.assert_allclose(found, np.concatenate([np.ravel(tree[key]) for key in "ac"]), rtol=1e-6)
-        return
-    for name, tree in (("sharded 0", state[0].mu), ("sharded 1", state[0].nu)):
-        expected = np.concatenate([np.ravel(tree[key]) for key in sorted(tree)])
-        np.testing.assert_allclose(vectors[name], expected, rtol=1e-6)
-
-
 def test_bit_identical_on_64_then_56_then_64_chips(whole: Trained, holed: Trained) -> None:
     vectors = whole.vectors()
     smaller = holed.layout.to_devices(read_vectors(vectors), holed.fresh)
@@ -370,18 +312,6 @@ def test_what_a_restart_goes_back_behind_stays_until_all_hosts_have_written_a_ne
     assert kept() == [(3, 7), (3, 8)]
     again.clear()
     assert not tmp_path.exists()
-
-
-@pytest.mark.parametrize("n_blocks", [1, 4])
-def test_hosts_keep_a_block_of_what_all_have_and_shards_of_their_own_and_others(whole: Trained, n_blocks: int) -> None:
-    copies = copies_of(whole, n_blocks=n_blocks)
-    outline = copies[0].outline
-    assert outline.n_shares == 8 * n_blocks
-    shards = 8 * 2 * outline.shards_bytes
-    for copy in copies.values():
-        assert sum(array.nbytes for data in copy.data for array in data) == 8 * outline.share_bytes + shards
-    replicated = sum(size * np.dtype(dtype).itemsize for dtype, sizes in outline.replicated.items() for size in sizes)
-    assert 8 * outline.share_bytes * n_blocks == pytest.approx(replicated, rel=0.5, abs=64 * 8)
 
 
 def test_a_copy_that_was_set_aside_is_one_to_resume_from(whole: Trained, tmp_path: Path) -> None:

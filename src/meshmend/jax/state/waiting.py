@@ -92,29 +92,6 @@ def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> A
     return results[0]
 
 
-class OneAtATime:
-    """Calls that may hang, of one thread, with a time limit: while one is stuck, nobody waits for another."""
-
-    def __init__(self) -> None:
-        self._is_stuck = threading.Event()
-        self._since = 0.0
-
-    def __call__(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `call` returns, as `with_timeout`; raise `TimeoutError` at once if an earlier call is stuck."""
-        if self._is_stuck.is_set():
-            raise TimeoutError(f"no answer for {time.monotonic() - self._since:.0f} s")
-        is_stuck, self._since = self._is_stuck, time.monotonic()
-
-        def watched() -> Any:
-            try:
-                return call(*arguments)
-            finally:
-                is_stuck.clear()
-
-        is_stuck.set()
-        return with_timeout(seconds, watched)
-
-
 class Saving:
     """One checkpoint on its way to disk, in a thread of its own: `write` returns when all of it is there."""
 

@@ -38,7 +38,7 @@ from meshmend.jax.state.layout.flat import dtype_named
 from meshmend.jax.state.layout.rectangles import ChunkGrid
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
 from meshmend.jax.state.layout.tree_signature import Identity
-from meshmend.jax.state.waiting import OneAtATime, Saving, with_timeout
+from meshmend.jax.state.waiting import Saving, with_timeout
 from meshmend.launch.signing import file_key, is_signed, signature
 
 FORMAT = 2
@@ -75,6 +75,10 @@ class Saved:
         return sum(math.prod(shape) * dtype_named(dtype).itemsize for _, shape, dtype, _ in self.facts["arrays"])
 
 
+class SupersededError(RestartError):
+    """Another part of this job has continued without this one."""
+
+
 class Disk:
     """The checkpoints in a folder that all hosts share. The newest `keep` stay, and the last that is verified.
 
@@ -98,7 +102,6 @@ class Disk:
         self._saving: Saving | None = None
         self._has_failed = False
         """Whether a save has failed: then Orbax's manager is in a state that nobody knows."""
-        self._probe = OneAtATime()
         self._claimed = 0
         self._claiming = threading.Lock()
 
@@ -153,7 +156,7 @@ class Disk:
         try:
             (folder / str(attempt)).touch(exist_ok=False)
         except FileExistsError:
-            raise RestartError(
+            raise SupersededError(
                 f"Another part of this job continues as attempt {attempt}: this one must stop."
             ) from None
 
@@ -177,7 +180,7 @@ class Disk:
         """Raise `RestartError` if another part of the job has continued in the meantime."""
         newest = self.claimed()
         if newest > attempt:
-            raise RestartError(
+            raise SupersededError(
                 f"Another part of this job continues as attempt {newest}, while this one was attempt {attempt}: the "
                 "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
             )
@@ -211,11 +214,10 @@ class Disk:
     ) -> str:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
 
-        Returns why nothing is written, and "" otherwise: if any process cannot reach the disk within `timeout_s`, or is
-        still writing the checkpoint before this one. That long, training may wait here, and never longer.
+        Returns why nothing is written, and "" otherwise: if any process is still writing the checkpoint before this one
+        after `timeout_s`. That long, training may wait here, and never longer; the disk is not asked.
         """
-        problem = self.why_not_yet() or self.out_of_reach()
-        told = self.coordination.exchange({"problem": problem, "has_failed": self._has_failed})
+        told = self.coordination.exchange({"problem": self.why_not_yet(), "has_failed": self._has_failed})
         reasons = [mine["problem"] for mine in told if mine["problem"]]
         if reasons:
             return str(reasons[0])
@@ -231,8 +233,7 @@ class Disk:
 
     def _save(self, layout: StateLayout, runs: list[VectorRun], facts: dict[str, Any], channel: Coordination) -> None:
         """Write a checkpoint; return when it is complete, and raise if it is not there then."""
-        if jax.process_index() == 0:
-            self.hold_claim(facts["attempt"])
+        self._begin(facts["attempt"], channel)
         self.preserved.verified = facts["verified"]
         if self._saver is None:
             self._saver = Saver(self.folder, self.preserved, f"meshmend-{channel.name}")
@@ -263,6 +264,22 @@ class Disk:
         if jax.process_index() == 0 and self.facts(step).checksum != written["checksum"]:
             raise RestartError("another checkpoint is in its place")
 
+    def _begin(self, attempt: int, channel: Coordination) -> None:
+        """Raise on all processes what keeps any of them from writing: Orbax would wait for that one."""
+        mine: dict[str, str] = {}
+        try:
+            if jax.process_index() == 0:
+                self.hold_claim(attempt)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.steps()
+        except SupersededError as error:
+            mine["superseded"] = str(error)
+        except (OSError, RestartError) as error:
+            mine["problem"] = f"{self.folder}: {error}"
+        told = {name: why for one in channel.exchange(mine) for name, why in one.items()}
+        if told:
+            raise SupersededError(told["superseded"]) if "superseded" in told else RestartError(told["problem"])
+
     def why_not_yet(self, within_s: float | None = None) -> str:
         """Return why no checkpoint can be begun: the one before it is still being written. "" if none is.
 
@@ -275,11 +292,13 @@ class Disk:
     def finished(self, *, within_s: float = 0.0) -> int | None:
         """Return the step whose checkpoint was completed since the last call, None if there is none.
 
-        Raises `RestartError` if the save has finished and the checkpoint is not there.
+        Raises `RestartError` if the save has finished and the checkpoint is not there: `SupersededError` on purpose.
         """
         if self._saving is None or not self._saving.wait(within_s):
             return None
         saving, self._saving = self._saving, None
+        if isinstance(saving.error, SupersededError):
+            raise saving.error
         if saving.error is not None:
             self._has_failed = True
             raise RestartError(
@@ -331,14 +350,6 @@ class Disk:
             )
         return offers, problems, self.claimed()
 
-    def out_of_reach(self) -> str:
-        """Return why this process cannot use the folder, "" if it can."""
-        try:
-            self._probe(self.timeout_s, self._make_folder)
-        except (OSError, RestartError) as error:
-            return f"{self.folder}: {error}"
-        return ""
-
     def close(self) -> tuple[int, str]:
         """Wait for what is being written, but not forever, and end Orbax's threads.
 
@@ -355,10 +366,6 @@ class Disk:
                 with_timeout(self.timeout_s, self._saver.manager.close)
             self._saver = None
         return step, ""
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.steps()
 
 
 def as_path(folder: Any) -> Any:

@@ -182,16 +182,10 @@ def _keepers(hosts: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.i
 
     Chips are taken host by host in that order, and moved on by half of the way around, by whole hosts where all are
     alike. Where one host has more than half of the chips, as may be when chips of the others are in quarantine, the
-    others keep as many of its shards as they have chips, and the rest of its chips are kept by nobody else.
+    others keep as many of its shards as they have chips, and nobody else keeps the rest.
     """
     keeper, sizes = np.arange(len(hosts)), np.bincount(hosts)[order]
     if len(order) < 2:
-        return keeper
-    if 2 * sizes.max() > len(hosts):
-        inside = np.flatnonzero(hosts == order[sizes.argmax()])
-        outside = np.setdiff1d(keeper, inside)
-        inside = inside[: len(outside)]
-        keeper[inside], keeper[outside] = outside, inside
         return keeper
     place_of = np.zeros(order.max() + 1, int)
     place_of[order] = np.arange(len(order))
