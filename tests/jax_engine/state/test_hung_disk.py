@@ -71,8 +71,9 @@ def test_training_goes_on_while_a_save_hangs_and_says_so(
         assert [event["step"] for event in job.events("saved")] == [1]
         assert [event["step"] for event in job.events("not saved")][-20:] == list(range(4, 24))
         back.set()
-        until(lambda: bool(job.keeper.disk and job.keeper.disk._saving and job.keeper.disk._saving._over.is_set()))
+        until(lambda: job.keeper.checkpoints._saving._over.is_set())  # type: ignore[union-attr]
     job.keep(24)
+    until(lambda: job.keeper.checkpoints._saving._over.is_set())  # type: ignore[union-attr]
     job.keeper.close()
     assert [event["step"] for event in job.events("saved")][-1] == 24
     again = started(tmp_path / "elsewhere", disk=tmp_path / "disk", memory_every=0)
@@ -123,7 +124,6 @@ def test_a_step_asks_no_disk_and_starts_no_thread(tmp_path: Path, monkeypatch: p
         start(thread)
 
     monkeypatch.setattr(Disk, "steps", ask)
-    monkeypatch.setattr(Disk, "claimed", ask)
     job = started(tmp_path, disk_every=20, memory_every=0)
     asked.clear()
     monkeypatch.setattr(threading.Thread, "start", begin)
@@ -137,7 +137,7 @@ def test_a_step_asks_no_disk_and_starts_no_thread(tmp_path: Path, monkeypatch: p
 
 def test_a_checkpoint_over_another_s_claim_is_not_written_and_stops_the_job(tmp_path: Path) -> None:
     job = started(tmp_path, disk_every=2, disk_timeout_s=PATIENCE_S)
-    Disk(tmp_path / "disk").claim(7)
+    Disk(tmp_path / "disk").hold_claim(7)
 
     job.keep(2)
     with pytest.raises(RestartError, match="continues as attempt 7, while this one was attempt 1"):

@@ -38,7 +38,10 @@ def random_outline(seed: int) -> Outline:
     owned = tuple(tuple(row + [total] * (room - len(row))) for row in lists)
     sizes = [int(rng.integers(1, 90)) for _ in range(int(rng.integers(0, 4)))]
     sharded = [
-        ShardedArray(str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total))) for size in sizes
+        ShardedArray(
+            str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total)), int(rng.choice([1, 3]))
+        )
+        for size in sizes
     ]
     replicated = {
         str(dtype): tuple(rng.integers(0, 40, int(rng.integers(0, 4))).tolist())

@@ -101,9 +101,7 @@ class Keeper:
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory.hosts = tuple(session.host_of_process)
         self.memory_every = memory_every
-        self.disk = (
-            Disk(disk, timeout_s=disk_timeout_s, coordination=session.coordination) if disk is not None else None
-        )
+        self.disk = Disk(disk, timeout_s=disk_timeout_s) if disk is not None else None
         self.checkpoints = None if self.disk is None else Checkpoints(self.disk, session)
         self.disk_every = disk_every
         self.start_from = None if start_from is None else as_path(start_from)

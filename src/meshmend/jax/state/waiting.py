@@ -90,37 +90,3 @@ def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> A
     if not results:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return results[0]
-
-
-class Saving:
-    """One checkpoint on its way to disk, in a thread of its own: `write` returns when all of it is there."""
-
-    def __init__(self, step: int, n_bytes: int, write: Callable[[], None]) -> None:
-        self.step = step
-        self.n_bytes = n_bytes
-        self.error: BaseException | None = None
-        """What went wrong, once it is over."""
-        self._since = time.monotonic()
-        self._is_late = False
-        self._over = threading.Event()
-        threading.Thread(target=self._run, args=(write,), name="meshmend-checkpoint", daemon=True).start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._over.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is over, and return whether it is. Nobody waits again for what was waited for in vain."""
-        is_over = self._over.wait(0.0 if self._is_late else seconds)
-        self._is_late = not is_over and (self._is_late or seconds > 0)
-        return is_over
-
-    @property
-    def why_not_yet(self) -> str:
-        """What is to be said of it while it is not over."""
-        seconds = time.monotonic() - self._since
-        return f"the checkpoint of step {self.step} hangs, or the disk is slow: it has been written for {seconds:.0f} s"

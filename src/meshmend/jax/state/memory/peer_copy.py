@@ -178,14 +178,14 @@ def make_parts_fn(layout: StateLayout, placement: Placement) -> Callable[[Tree, 
         for dtype in outline.dtypes:
             flat = [(jnp.ravel(x), s) for x, s in zip(leaves, layout.is_sharded, strict=True) if x.dtype.name == dtype]
             whole, shards = ([leaf for leaf, split in flat if split is kind] for kind in (False, True))
-            if outline.share_size(dtype):
+            if outline.part_size(0, dtype):
                 pieces = [
                     lax.dynamic_slice_in_dim(leaf, jnp.minimum(mine[column] * share, leaf.size - share), share)
                     for column in range(placement.shares.shape[1])
                     for leaf, share in zip(whole, outline.shares(dtype), strict=True)
                 ]
                 parts["share"][dtype] = _stack(pieces, placement.shares.shape[1])
-            if outline.shards_size(dtype):  # otherwise only layers without elements have this dtype
+            if outline.part_size(outline.n_all_shares, dtype):  # otherwise only layers without elements have this dtype
                 parts["own"][dtype] = _stack(shards, 1)
                 if sends:
                     parts["kept"][dtype] = _stack([lax.ppermute(shard, over_chips, sends) for shard in shards], 1)
