@@ -2,14 +2,12 @@
 
     meshmend run --local 2x2 --host 1x2 lab/benchmarks/job_size.py steps 100    # megabytes of parameters, with Adam
     meshmend run --local 4x1 --host 1x1 lab/benchmarks/job_size.py restore 400
-    meshmend run --local 4x1 --host 1x1 lab/benchmarks/job_size.py keepers 100
     python lab/benchmarks/job_size.py copy 400
 
 `steps`: a step of plain JAX with `pmean`, of a job without copies in memory, and of a job as it is by default; what
 copies cost over the first ten steps and over the hundred after them, and the seconds of training at risk.
 `restore`: from the copies in memory of all hosts, one of which has lost its own, and from disk; and how much more
-memory than for its state a host needs meanwhile. `keepers`: what it costs that two other hosts keep a device's shards,
-and not one: in the devices' time and the writer's. `copy`: writing a copy against copying as many bytes in memory, and
+memory than for its state a host needs meanwhile. `copy`: writing a copy against copying as many bytes in memory, and
 what the program that makes copies needs on each device.
 """
 
@@ -20,7 +18,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -238,58 +235,6 @@ def restore(megabytes: float) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def keepers(megabytes: float) -> None:
-    import jax
-    import optax
-
-    import meshmend as mm
-    import meshmend.jax as mmj
-    from meshmend.jax.session import initialize
-    from meshmend.jax.state import put
-    from meshmend.jax.state.layout.state_layout import StateLayout
-    from meshmend.jax.state.memory.copies import HostMemory
-    from meshmend.jax.state.memory.peer_copy import compile_cut, copy_of
-    from meshmend.jax.state.memory.placement import place
-
-    params, loss, _ = model(megabytes)
-    with initialize() as session, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        fabric, me = session.fabric, jax.process_index()
-        program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric, update="two-phase")
-        training = mmj.train_step(loss, optax.adam(1e-3), fabric)
-        layout = StateLayout.of(training, program, params)
-        weights = put(params, fabric)
-        state = fabric.jit(training.init)(weights, program)
-        placements = {number: place(fabric, n_keepers=number) for number in (1, 2)}
-        cuts = {number: compile_cut(layout, weights, state, one) for number, one in placements.items()}
-        cut_s: dict[int, list[float]] = {number: [] for number in cuts}
-        write_s: dict[int, list[float]] = {number: [] for number in cuts}
-        n_bytes = dict.fromkeys(cuts, 0)
-        for step in range(8):
-            for number, cut in cuts.items():
-                session.coordination.exchange("ready")
-                begun = time.perf_counter()
-                parts = jax.block_until_ready(cut(weights, state))
-                cut_s[number].append(time.perf_counter() - begun)
-                one = copy_of(parts, layout, placements[number], me, 1, step, None, "run")
-                begun = time.perf_counter()
-                n_bytes[number] = HostMemory(Path(folder) / str(number)).write(one)
-                write_s[number].append(time.perf_counter() - begun)
-        if me == 0:
-            cut_ratio, write_ratio = (
-                statistics.median(b / a for a, b in zip(seconds[1], seconds[2], strict=True))
-                for seconds in (cut_s, write_s)
-            )
-            needs: list[Any] = [cut.memory_analysis() for cut in cuts.values()]
-            sys.stdout.write(
-                f"{jax.process_count()} hosts of {jax.local_device_count()} devices, {n_bytes[1] / 1e6:.0f} MB of a "
-                f"host's copy with one keeper: with two it is {n_bytes[2] / n_bytes[1]:.2f} times as large, cut in "
-                f"{cut_ratio:.2f} and written in {write_ratio:.2f} times as long ({statistics.median(cut_s[1]):.3f} "
-                f"and {statistics.median(write_s[1]):.3f} s with one); outputs on a device are "
-                f"{needs[1].output_size_in_bytes / needs[0].output_size_in_bytes:.2f} times as large\n"
-            )
-        session.coordination.exchange("over")
-
-
 def copy(megabytes: float) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -350,4 +295,4 @@ def memory_mb(name: str, *, anew: bool = False) -> float:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "restore": restore, "keepers": keepers, "copy": copy}[sys.argv[1]](float(sys.argv[2]))
+    {"steps": steps, "restore": restore, "copy": copy}[sys.argv[1]](float(sys.argv[2]))

@@ -18,7 +18,8 @@ import meshmend.jax as mmj
 from meshmend.jax.session.coordination import Coordination
 from meshmend.jax.session.session import Session
 from meshmend.jax.state import Keeper, Resumed, put
-from meshmend.jax.state.candidates import Source
+from meshmend.jax.state.candidates import UNCHECKED, Source
+from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.disk.write import copy_to_host
 from meshmend.jax.state.layout.flat import Outline, dtype_named
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
@@ -100,8 +101,6 @@ class Started:
         if self.keeper._mirror is not None:
             self.keeper._mirror.wait()
         finish_save(self)
-        if self.keeper.checkpoints is not None:
-            self.keeper.checkpoints.abandon()
         self.keeper.memory.lock.release()
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -111,7 +110,13 @@ class Started:
 def finish_save(job: Started) -> None:
     """Return when the checkpoint that was begun last is on disk."""
     if job.keeper.checkpoints is not None:
-        job.keeper.checkpoints.note_saved(wait=True)
+        job.keeper.checkpoints.note_saved(within_s=job.keeper.checkpoints.disk.timeout_s)
+
+
+def save(disk: Disk, layout: StateLayout, step: int, state: Any, extra: Any = None) -> None:
+    """Save a state, and return when it is there."""
+    facts = {"step": step, "attempt": 1, "extra": extra, "verified": UNCHECKED}
+    disk.save(layout, copy_to_host(layout, *state), facts, Coordination(0, 1))
 
 
 def _loss(params: Any, batch: Any) -> Any:

@@ -29,7 +29,7 @@ for step in job.train(lambda p, b: ((b @ p["w"]) ** 2).sum(axis=1), optax.adam(0
     pass
 """
 HOSTS = Hosts.of("1x3", "1x1")
-KEPT = place_on((0, 1, 2), Mesh("1x3")).kept[0].tolist()
+KEPT = place_on((0, 1, 2), Mesh("1x3")).kept.tolist()
 LOST = (0, KEPT.index(0))
 (SURVIVOR,) = {0, 1, 2} - {*LOST}
 

@@ -402,32 +402,19 @@ def damage_disk(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> 
     return seen
 
 
-def test_damaged_copies_in_memory_are_never_restored_as_something_else(tmp_path: Path) -> None:
-    seen = damage_memory(tmp_path, range(110))
-    assert seen["cases"] == 110
+@pytest.mark.parametrize("seeds", [range(110), pytest.param(range(1000, 4000), marks=pytest.mark.slow)], ids=len)
+def test_damaged_copies_in_memory_are_never_restored_as_something_else(seeds: range, tmp_path: Path) -> None:
+    seen = damage_memory(tmp_path, seeds)
+    assert seen["cases"] == len(seeds)
     assert min(seen["restored"], seen["nothing whole"]) > 5
     assert {damage.__name__ for damage in IN_MEMORY} <= set(seen)
 
 
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(10_000, 12_000), marks=pytest.mark.slow)], ids=len)
 def test_damaged_checkpoints_are_never_restored_as_something_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = damage_disk(tmp_path, range(40), monkeypatch)
-    assert seen["cases"] == 40
+    seen = damage_disk(tmp_path, seeds, monkeypatch)
+    assert seen["cases"] == len(seeds)
     assert min(seen["disk"], seen["memory"], seen["refused"]) > 0
-    assert all("of another model" in word for word in seen if word.startswith("refused: "))
-
-
-@pytest.mark.slow
-def test_three_thousand_damaged_copies(tmp_path: Path) -> None:
-    seen = damage_memory(tmp_path, range(1000, 4000))
-    print(dict(seen))  # noqa: T201  # for the record
-    assert seen["cases"] == 3000
-
-
-@pytest.mark.slow
-def test_two_thousand_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = damage_disk(tmp_path, range(10_000, 12_000), monkeypatch)
-    print(dict(seen))  # noqa: T201  # for the record
-    assert seen["cases"] == 2000
     assert all("of another model" in word for word in seen if word.startswith("refused: "))

@@ -13,10 +13,8 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.disk.background import ClaimWatch
 from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.disk.orbax import ChunkStore
-from meshmend.jax.state.waiting import OneAtATime, Saving
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -73,8 +71,9 @@ def test_training_goes_on_while_a_save_hangs_and_says_so(
         assert [event["step"] for event in job.events("saved")] == [1]
         assert [event["step"] for event in job.events("not saved")][-20:] == list(range(4, 24))
         back.set()
-        until(lambda: bool(job.keeper.disk and job.keeper.disk._saving and job.keeper.disk._saving._over.is_set()))
+        until(lambda: job.keeper.checkpoints._saving._over.is_set())  # type: ignore[union-attr]
     job.keep(24)
+    until(lambda: job.keeper.checkpoints._saving._over.is_set())  # type: ignore[union-attr]
     job.keeper.close()
     assert [event["step"] for event in job.events("saved")][-1] == 24
     again = started(tmp_path / "elsewhere", disk=tmp_path / "disk", memory_every=0)
@@ -111,135 +110,40 @@ def test_the_barriers_of_a_save_are_no_programs_on_the_devices(tmp_path: Path, m
     assert all(processes == {0} for processes in barriers)
 
 
-def test_a_step_asks_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does it start a thread: whether another part of the job continues is looked at beside it."""
+def test_a_step_asks_no_disk_and_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     begun: list[str] = []
-    claimed, start = Disk.claimed, threading.Thread.start
+    steps, start = Disk.steps, threading.Thread.start
 
-    def ask(disk: Disk) -> int:
+    def ask(disk: Disk) -> list[int]:
         asked.append(threading.current_thread().name)
-        return claimed(disk)
+        return steps(disk)
 
     def begin(thread: threading.Thread) -> None:
         begun.append(thread.name)
         start(thread)
 
-    monkeypatch.setattr(Disk, "claimed", ask)
-    job = started(tmp_path, disk_every=1000)
+    monkeypatch.setattr(Disk, "steps", ask)
+    job = started(tmp_path, disk_every=20, memory_every=0)
     asked.clear()
     monkeypatch.setattr(threading.Thread, "start", begin)
-    job.keep(*range(1, 40))
+    job.keep(*range(1, 20))
+    assert not asked
+    assert not begun
+    job.keep(20)
     job.keeper.close()
-    assert set(asked) <= {"meshmend-claim"}
-    assert len(asked) < 40
-    assert begun.count("meshmend-within") <= 1, "only the end waits with a limit"
+    assert set(asked) == {"meshmend-checkpoint"}
 
 
-def test_a_hung_folder_is_noticed_beside_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
-) -> None:
-    monkeypatch.setattr(
-        "meshmend.jax.state.disk.background.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
-    )
-    job = started(tmp_path, disk_every=1000)
-    monkeypatch.setattr(Disk, "check_claim", lambda *_: back.wait())
-
-    def step_until_warned() -> None:
-        for step in range(1, 10_000):
-            begun = time.monotonic()
-            job.keep(step)
-            assert time.monotonic() - begun < PATIENCE_S / 2
-            if not job.keeper.checkpoints.disk_answers:  # type: ignore[union-attr]
-                return
-
-    with pytest.warns(
-        RuntimeWarning, match=r"is unreachable: no answer for \d+ s\. The job continues without it"
-    ) as said:
-        step_until_warned()
-    job.keep(10_001, 10_002)
-    assert len(said) == 1
-    back.set()
-    until(lambda: not job.keeper.checkpoints._claim_watch.look())  # type: ignore[union-attr]
-    job.keep(10_003)
-    assert job.keeper.checkpoints.disk_answers  # type: ignore[union-attr]
-    job.keeper.close()
-
-
-def test_another_part_that_continues_stops_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "meshmend.jax.state.disk.background.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
-    )
-    job = started(tmp_path, disk_every=1000)
-    job.keep(1)
-    Disk(tmp_path / "disk").claim(7)
-
-    def train_on() -> None:
-        for step in range(2, 10_000):
-            job.keep(step)
-            time.sleep(0.01)
-
-    with pytest.raises(RestartError, match="continues as attempt 7, while this one was attempt 1"):
-        train_on()
-    job.keeper.abandon()
-
-
-def test_a_checkpoint_over_another_s_claim_is_not_written(tmp_path: Path) -> None:
+def test_a_checkpoint_over_another_s_claim_is_not_written_and_stops_the_job(tmp_path: Path) -> None:
     job = started(tmp_path, disk_every=2, disk_timeout_s=PATIENCE_S)
-    Disk(tmp_path / "disk").claim(7)
+    Disk(tmp_path / "disk").hold_claim(7)
 
-    def save() -> None:
-        job.keep(2)
+    job.keep(2)
+    with pytest.raises(RestartError, match="continues as attempt 7, while this one was attempt 1"):
         finish_save(job)
-
-    with pytest.warns(RuntimeWarning, match="Step 2 is not saved on disk: .*continues as attempt 7"):
-        save()
     assert not (tmp_path / "disk" / "2").exists()
     job.keeper.abandon()
-
-
-def test_a_saving_says_what_has_become_of_it(back: threading.Event) -> None:
-    failing = Saving(3, 10, lambda: (_ for _ in ()).throw(OSError("full")).__next__())
-    assert failing.wait(PATIENCE_S)
-    assert str(failing.error) == "full"
-    hanging = Saving(4, 10, back.wait)  # type: ignore[arg-type]
-    assert not hanging.wait(0.0)
-    assert not hanging.wait(0.01)
-    begun = time.monotonic()
-    assert not hanging.wait(PATIENCE_S), "nobody waits again for what was waited for in vain"
-    assert time.monotonic() - begun < PATIENCE_S / 2
-    assert "checkpoint of step 4 hangs" in hanging.why_not_yet
-    back.set()
-    until(lambda: hanging.wait(0.0))
-    assert hanging.error is None
-
-
-def test_while_a_call_is_stuck_nobody_waits_for_another(back: threading.Event) -> None:
-    limited = OneAtATime()
-    assert limited(PATIENCE_S, lambda: 7) == 7
-    with pytest.raises(KeyError):
-        limited(PATIENCE_S, {}.__getitem__, "x")
-    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
-        limited(0.01, back.wait)
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no answer for \d+ s"):
-        limited(PATIENCE_S, lambda: 7)
-    assert time.monotonic() - begun < PATIENCE_S / 2
-    back.set()
-    until(lambda: not limited._is_stuck.is_set())
-    assert limited(PATIENCE_S, lambda: 8) == 8
-
-
-def test_a_watch_that_is_stopped_asks_no_more() -> None:
-    asked = threading.Event()
-    watch = ClaimWatch(asked.set, 1.0, every_s=0.01)
-    assert asked.wait(PATIENCE_S)
-    watch.stop()
-    time.sleep(0.1)
-    asked.clear()
-    time.sleep(0.1)
-    assert not asked.is_set()
-    assert watch.look() == ""
 
 
 def until(happened: Any) -> None:

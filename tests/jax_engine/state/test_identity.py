@@ -139,12 +139,6 @@ def test_another_models_state_is_refused(
     assert_is_step(again, again.restore(), 7)
 
 
-def test_a_copy_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "000001-000000000007").write_bytes(b"meshmend state 1\n2 123\n{}")
-    with pytest.raises(RestartError, match="was written by an older meshmend, in another form"):
-        Started(memory=tmp_path).restore()
-
-
 def test_processes_of_different_models_do_not_start() -> None:
     with pytest.raises(RestartError, match="different models"):
         check_agreement([{"identity": "a"}, {"identity": "b"}])

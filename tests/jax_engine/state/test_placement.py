@@ -6,6 +6,7 @@ The oracle counts: a set of hosts may fail if each part is kept by a host outsid
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Case:
         kept = [self.placement.parts_of(host, self.outline) for host in self.hosts if host not in gone]
         return {held.part for parts in kept for held in parts} == set(range(self.outline.n_parts))
 
+    @property
+    def spares(self) -> int:
+        """How many hosts may fail at once, whichever they are: what a job says at its start."""
+        said = re.match(r"the failure of any (\d+) of", self.placement.describe(self.outline))
+        return int(said[1]) if said else 0
+
 
 @cache
 def hosts_of(shape: str, tile: str, failed: tuple[str, ...] = ()) -> tuple[mm.Mesh, tuple[int, ...]]:
@@ -62,10 +69,9 @@ def case(
     sharded: bool,
     domains: tuple[str, ...] = (),
     n_blocks: int = 1,
-    n_keepers: int = 1,
     n_cores: int = 1,
 ) -> Case:
-    placement = place_on(host_of_chip, mesh, n_cores, domains, n_blocks, n_keepers)
+    placement = place_on(host_of_chip, mesh, n_cores, domains, n_blocks)
     n_slots, n_devices = len(host_of_chip) // mesh.n_chips, len(host_of_chip) * n_cores
     owned = tuple((chip,) for chip in range(mesh.n_chips))
     arrays = (ShardedArray("float32", 10, 1),) if sharded else ()
@@ -78,22 +84,18 @@ def test_one_host_has_all_that_is_replicated(machine: tuple[str, str]) -> None:
     found = case(*hosts_of(*machine), sharded=False)
     for left in found.hosts:
         assert found.survives(set(found.hosts) - {left})
-    assert found.placement.spares(found.outline) == len(found.hosts) - 1
+    assert found.spares == len(found.hosts) - 1
 
 
-@pytest.mark.parametrize("n_keepers", [1, 2])
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_of_shards_only_hosts_that_keep_each_others_are_too_many(machine: tuple[str, str], n_keepers: int) -> None:
-    found = case(*hosts_of(*machine), sharded=True, n_keepers=n_keepers)
+def test_of_shards_only_hosts_that_keep_each_others_are_too_many(machine: tuple[str, str]) -> None:
+    found = case(*hosts_of(*machine), sharded=True)
     n = len(found.hosts)
-    sets = list(itertools.combinations(found.hosts, n_keepers + 1))
-    fatal = [lost for lost in sets if not found.survives(lost)]
-    assert all(found.survives(lost) for lost in itertools.combinations(found.hosts, n_keepers))
-    assert found.placement.spares(found.outline) == n_keepers
-    # Each host and its keepers; where all shifts are alike around the order, the same set comes several times.
-    assert 0 < len(fatal) <= n
-    if n % (n_keepers + 1) == 0:
-        assert len(fatal) == n // (n_keepers + 1)
+    fatal = [pair for pair in itertools.combinations(found.hosts, 2) if not found.survives(pair)]
+    assert all(found.survives([host]) for host in found.hosts)
+    assert found.spares == 1
+    # Each host and its keeper: of an even number, two keep each other's.
+    assert len(fatal) == (n if n % 2 else n // 2)
 
 
 @pytest.mark.parametrize("n_blocks", [2, 3])
@@ -106,7 +108,7 @@ def test_with_blocks_as_many_hosts_may_fail_as_there_are_others_with_each(
     if n_blocks > n // 2:
         pytest.skip("a block would be with one host")
     spares = n // n_blocks - 1
-    assert found.placement.spares(found.outline) == spares
+    assert found.spares == spares
     for n_lost in range(1, min(spares, 3) + 1):
         assert all(found.survives(lost) for lost in itertools.combinations(found.hosts, n_lost))
     assert not all(found.survives(lost) for lost in itertools.combinations(found.hosts, spares + 1))
@@ -140,7 +142,6 @@ def test_hosts_that_one_failure_takes_out_do_not_keep_each_others_parts(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("n_keepers", [1, 2])
 @pytest.mark.parametrize(
     "domains",
     [
@@ -152,11 +153,11 @@ def test_hosts_that_one_failure_takes_out_do_not_keep_each_others_parts(
         "aabc",  # hosts that say nothing at all come last
     ],
 )
-def test_a_domain_may_fail(domains: str, n_keepers: int, sharded: bool) -> None:
+def test_a_domain_may_fail(domains: str, sharded: bool) -> None:
     names = tuple(name.replace(".", "") for name in domains)
     mesh, host_of_chip = hosts_of("4x6", "2x2")
     for n_blocks in (1, 2, 3):
-        found = case(mesh, host_of_chip, sharded=sharded, domains=names, n_blocks=n_blocks, n_keepers=n_keepers)
+        found = case(mesh, host_of_chip, sharded=sharded, domains=names, n_blocks=n_blocks)
         for name in set(names) - {""}:
             lost = [host for host, other in enumerate(names) if other == name]
             assert found.survives(lost), f"domain {name} with {n_blocks} blocks"
@@ -176,7 +177,7 @@ def test_a_domain_of_most_hosts_costs_no_more_than_it_must() -> None:
     mesh, host_of_chip = hosts_of("4x6", "2x2")
     found = case(mesh, host_of_chip, sharded=True, domains=("a",) * 5 + ("b",))
     assert all(found.survives([host]) for host in found.hosts)
-    assert found.placement.spares(found.outline) == 1
+    assert found.spares == 1
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1], [3, 4, 4, 4, 4]], ids=str)
@@ -188,8 +189,8 @@ def test_hosts_of_different_sizes(sizes: list[int], n_cores: int) -> None:
         found = case(mesh, host_of_chip, sharded=True, n_cores=n_cores, n_blocks=n_blocks)
         assert all(found.survives([lost]) for lost in found.hosts)
         alone = case(mesh, host_of_chip, sharded=False, n_cores=n_cores, n_blocks=n_blocks)
-        assert alone.placement.spares(alone.outline) == len(sizes) // n_blocks - 1
-    keeper = found.placement.kept[0]
+        assert alone.spares == len(sizes) // n_blocks - 1
+    keeper = found.placement.kept
     assert sorted(keeper.tolist()) == list(range(len(host_of_chip)))
     assert all(host_of_chip[chip] != host_of_chip[kept] for chip, kept in enumerate(keeper.tolist()))
 
@@ -199,20 +200,18 @@ def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int
     host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
     np.random.default_rng(0).shuffle(host_of_chip)
     mesh = mm.Mesh([1, len(host_of_chip)])
-    keeper = place_on(tuple(host_of_chip), mesh).kept[0].tolist()
+    keeper = place_on(tuple(host_of_chip), mesh).kept.tolist()
     assert sorted(keeper) == list(range(len(host_of_chip)))
     kept = [chip for chip, by in enumerate(keeper) if host_of_chip[by] != host_of_chip[chip]]
     assert len(kept) == 2 * (sum(sizes) - max(sizes))
-    assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)
     replicated = case(mesh, tuple(host_of_chip), sharded=False)
-    assert replicated.placement.spares(replicated.outline) == len(sizes) - 1
+    assert replicated.spares == len(sizes) - 1
 
 
 def test_one_host_alone_keeps_its_own_once() -> None:
     found = case(*hosts_of("2x2", "2x2"), sharded=True)
-    assert found.placement.kept.shape == (0, 4)
     assert [held.kind for held in found.placement.parts_of(0, found.outline)] == ["share"] * 4 + ["own"] * 4
-    assert found.placement.spares(found.outline) == 0
+    assert found.spares == 0
 
 
 @pytest.mark.parametrize("hosts_per_tile", [1, 2])
@@ -226,7 +225,7 @@ def test_hosts_of_tiles(sharded: bool, hosts_per_tile: int) -> None:
         host_of_chip = tuple(2 * tile + slot // 2 for tile in range(n_tiles) for slot in range(4))
     found = case(mesh, host_of_chip, sharded=sharded)
     n_hosts = n_tiles * hosts_per_tile
-    assert found.placement.spares(found.outline) == (1 if sharded else n_tiles - 1)
+    assert found.spares == (1 if sharded else n_tiles - 1)
     lost_sets = list(itertools.combinations(range(n_hosts), 2))
     fatal = [lost for lost in lost_sets if not found.survives(lost)]
     assert len(fatal) == (3 * hosts_per_tile if sharded else 0)
@@ -235,7 +234,6 @@ def test_hosts_of_tiles(sharded: bool, hosts_per_tile: int) -> None:
 
 
 def test_what_it_costs_at_the_size_of_a_pod() -> None:
-    """2,240 hosts: no host is tried one by one, and two keepers are as far apart as can be."""
     mesh = mm.Mesh("16x20x28", wrap=True)
     host_of_chip = tuple((((x // 2) * 10 + y // 2) * 28 + z) for x, y, z in mesh.coords.tolist())
     begun = time.process_time()
@@ -243,6 +241,4 @@ def test_what_it_costs_at_the_size_of_a_pod() -> None:
     owned = tuple((chip,) for chip in range(mesh.n_chips))
     outline = Outline(mesh.n_chips, 1, mesh.n_chips, owned, {}, (ShardedArray("float32", mesh.n_chips, 1),))
     assert found.describe(outline).startswith("the failure of any 1 of 2240 hosts at once, and of any failure domain")
-    assert time.process_time() - begun < 10  # 0.5 s; what looks at pairs of hosts takes minutes
-    keepers = np.array(host_of_chip)[np.argsort(found.kept[0])]
-    assert (np.abs(keepers - np.array(host_of_chip)) == 1120).all()
+    assert time.process_time() - begun < 20  # 2 s; what looks at pairs of hosts takes minutes

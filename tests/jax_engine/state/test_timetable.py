@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ import pytest
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import ParameterError
 from meshmend.jax.state.timetable import (
-    COPIED_BYTES_PER_S,
     FIRST_AFTER,
     KNOWN_AFTER,
-    LARGE_LOSS_S,
     LARGEST_SLOWDOWN,
     VOTE_EVERY_S,
     Timetable,
@@ -42,7 +39,6 @@ class Loop:
     caller: tuple[int, float] = (0, 0.0)
     noise: float = 0.0
     shares_cores: bool = True
-    copy_bytes: float = 0.0
     memory_every: int | str = "auto"
     disk_every: int | str = 0
     drift: float = 0.0
@@ -69,7 +65,6 @@ class Loop:
                 disk_every=self.disk_every,
                 leads=i == 0,
                 shares_cores=self.shares_cores,
-                copy_bytes=self.copy_bytes,
                 clock=partial(self.clock, i),
             )
             for i in range(len(self.write_s))
@@ -138,24 +133,6 @@ def test_copies_slow_training_down_by_what_they_may(cost: float) -> None:
     found = Loop(step_s=1.0, cut_s=cost / 2, write_s=(cost / 2,)).run(5000)
     assert found.kept[0] == FIRST_AFTER
     assert found.interval == pytest.approx(max(1, cost / LARGEST_SLOWDOWN), rel=0.15, abs=1.01)
-
-
-def test_the_second_copy_knows_what_the_first_has_cost() -> None:
-    found = Loop(step_s=1.0, cut_s=1.0, write_s=(2.0,)).run(400)
-    assert found.kept[:2] == [FIRST_AFTER, pytest.approx(FIRST_AFTER + 3.0 / LARGEST_SLOWDOWN, abs=3)]
-
-
-@pytest.mark.parametrize(
-    ("copy_bytes", "first"),
-    [(1e6, FIRST_AFTER), (COPIED_BYTES_PER_S / 4, 0.25 / LARGEST_SLOWDOWN), (1e12, LARGE_LOSS_S)],
-)
-def test_the_first_copy_of_a_new_job_comes_when_it_is_worth_its_cost(copy_bytes: float, first: float) -> None:
-    """Later by its estimate, at most a minute; from then on, what it has cost in fact counts."""
-    found = Loop(step_s=1.0, cut_s=0.5, write_s=(0.5, 0.4), copy_bytes=copy_bytes).run(400)
-    assert found.kept[0] == pytest.approx(first, abs=2)
-    assert found.kept[1] - found.kept[0] == pytest.approx(1.0 / LARGEST_SLOWDOWN, abs=3)
-    elsewhere = Loop(step_s=1.0, cut_s=0.5, write_s=(0.5, 0.4), copy_bytes=copy_bytes, shares_cores=False).run(10)
-    assert elsewhere.kept[0] == FIRST_AFTER
 
 
 def test_the_slowest_host_counts_and_all_agree() -> None:
@@ -289,34 +266,6 @@ def test_a_late_copy_is_left_out_and_never_waited_for(tmp_path: Path, monkeypatc
     found = again.restore()
     assert found.step > FIRST_AFTER
     assert_is_step(again, found, found.step)
-
-
-def test_a_large_state_of_a_new_job_waits_and_that_of_a_restart_does_not(tmp_path: Path) -> None:
-    large = {"w": np.zeros((512, 1024), np.float32)}  # 6 MB with Adam's moments: expected to cost more than 10 ms
-    options: dict[str, Any] = {"memory": tmp_path, "memory_every": "auto", "weights": large}
-    job = Started(**options)
-    job.restore()
-    assert job.keeper._table.every > FIRST_AFTER
-    job.keeper.keep(1, *job.values(1), extra=["after", 1], save=True)
-    job.crash()
-    again = Started(**options)
-    assert again.restore().step == 1
-    assert again.keeper._table.every == FIRST_AFTER
-    again.crash()
-
-
-def test_a_loop_that_sleeps_keeps_copies_as_often_as_one_that_does_not(tmp_path: Path) -> None:
-    kept = {}
-    for pause_s in (0.0, 0.5):
-        job = Started(memory=tmp_path / str(pause_s), memory_every="auto")
-        job.restore()
-        for step in range(1, 61):
-            job.keep(step)
-            time.sleep(0.02 if step % 5 else pause_s)
-        job.crash()
-        kept[pause_s] = len(job.events("kept"))
-    assert kept[0.5] >= 0.5 * kept[0.0]
-    assert kept[0.0] > 1
 
 
 def test_the_last_step_is_kept_where_there_is_no_disk(tmp_path: Path) -> None:

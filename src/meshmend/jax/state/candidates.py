@@ -103,26 +103,18 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
     found: dict[tuple[int, int, str, str], Source] = {}
     for process, offered in enumerate(offers):
         for offer in offered:
-            key = (int(offer["attempt"]), int(offer["step"]), str(offer["kind"]), str(offer["generation"]))
-            if key not in found:
-                found[key] = Source(
-                    attempt=key[0],
-                    step=key[1],
-                    kind="memory" if key[2] == "memory" else "disk",
-                    generation=key[3],
-                    differs=str(offer["differs"]),
-                    n_parts=int(offer.get("n_parts", 0)),
-                    n_shares=int(offer.get("shares", 0)),
-                    slices=(int(offer.get("slices", (0, 0))[0]), int(offer.get("slices", (0, 0))[1])),
-                    verified=int(offer["verified"]),
-                    run=str(offer.get("run", "")),
-                    hosts=frozenset(host for first, last in offer.get("hosts", ()) for host in range(first, last + 1)),
-                )
-            source = found[key]
-            if int(offer["verified"]) < source.verified:
-                found[key] = source = replace(source, verified=int(offer["verified"]))
+            facts = {name: value for name, value in offer.items() if name != "parts"}
+            facts["slices"] = tuple(offer.get("slices", (0, 0)))
+            facts["hosts"] = frozenset(
+                host for first, last in offer.get("hosts", ()) for host in range(first, last + 1)
+            )
+            source = Source(**facts)
+            key = (source.attempt, source.step, source.kind, source.generation)
+            known = found.setdefault(key, source)
+            if source.verified < known.verified:
+                known = found[key] = replace(known, verified=source.verified)
             for part in offer.get("parts", ()):
-                source.holders.setdefault(int(part), []).append(process)
+                known.holders.setdefault(part, []).append(process)
     return [found[key] for key in sorted(found, reverse=True)]
 
 

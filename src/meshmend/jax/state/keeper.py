@@ -101,9 +101,7 @@ class Keeper:
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory.hosts = tuple(session.host_of_process)
         self.memory_every = memory_every
-        self.disk = (
-            Disk(disk, timeout_s=disk_timeout_s, coordination=session.coordination) if disk is not None else None
-        )
+        self.disk = Disk(disk, timeout_s=disk_timeout_s) if disk is not None else None
         self.checkpoints = None if self.disk is None else Checkpoints(self.disk, session)
         self.disk_every = disk_every
         self.start_from = None if start_from is None else as_path(start_from)
@@ -161,14 +159,12 @@ class Keeper:
             self._trust = Trust.of(everybody[0]["untrusted"])
             self.attempt = max(self.session.launch.round, 1 + max(*attempts, self._trust.newest_attempt))
             self.session.timeline.facts["round"] = self.attempt
-            n_bytes = 0
             if self.memory_every:
                 n_copies = CHECKED_COPIES if self._trust.is_checked else KEPT
                 rooms = [Room(*held["room"]) for held in everybody]
                 self._placement = place(self.layout.fabric, n_blocks=choose_blocks(self.layout, rooms, n_copies))
                 outline = replace(self.layout.outline, n_shares=self._placement.n_shares)
                 facts["survives"] = self._placement.describe(outline)
-                n_bytes = sum(self._placement.host_bytes(outline))
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
             found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
@@ -187,7 +183,6 @@ class Keeper:
             disk_every=0 if self.checkpoints is None else self.disk_every,
             leads=self.session.launch.process == 0,
             shares_cores=self.layout.fabric.platform == "cpu",
-            copy_bytes=n_bytes if found.source == "start" else 0,
         )
         self._ballot = Ballot(self.layout.fabric, self.layout.programs.get("vote"))
         if self.memory_every:
@@ -241,7 +236,7 @@ class Keeper:
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
         if self.checkpoints is not None:
-            self.checkpoints.look()
+            self.checkpoints.note_saved()
         mirror, table = self._mirror, self._table
         table.tick(step)
         must = pin or (save and self.checkpoints is None)
@@ -335,8 +330,6 @@ class Keeper:
 
         The next keeper of this process, as in a notebook, takes it over.
         """
-        if self.checkpoints is not None:
-            self.checkpoints.abandon()
         if self._mirror is not None:
             with contextlib.suppress(BaseException):  # the error that has ended the loop says more
                 with_timeout(WRITTEN_WITHIN_S, self._mirror.wait)
@@ -366,7 +359,7 @@ class Keeper:
         if self.memory_every:
             try:
                 self.memory.lock.take()
-                mine["room"] = look_for_room(self.memory.folder, self.layout)
+                mine["room"] = look_for_room(self.memory.folder)
                 if self._has_default_folder:
                     for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))

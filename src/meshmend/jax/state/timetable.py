@@ -7,8 +7,8 @@ rare, votes between them, about one per second.
 
 A copy costs the seconds that devices take to cut it and, where they share the host's cores with the thread that writes
 it, the seconds of writing. The next copy comes after 33 times as long, so that copies take 3 % of the time. The
-caller's own code is never part of it. The first copy of a new job comes after as long, by an estimate: at step 4 it
-would cost more than those steps are worth. After a restart it comes at once, as the lost host's copies are gone.
+caller's own code is never part of it. The first copy comes after four steps: what it costs is known then, and after a
+restart the lost host's copies are gone.
 
 A checkpoint is due after a number of steps, or by time. By time, the first comes a minute after each start, when there
 is something to lose. Each process has its own clock for it, and the vote says whether one of them finds it due.
@@ -36,11 +36,6 @@ KNOWN_AFTER = 3
 under way."""
 VOTE_EVERY_S = 1.0
 """Seconds between votes."""
-COPIED_BYTES_PER_S = 4e8
-"""How fast devices that share the host's cores cut and write a copy, until that is measured. A rough estimate: one
-process with four devices took 0.8 to 1.4 s of CPU time to cut 302 MB, and 0.3 s to write a host's copy of as much."""
-CHEAP_S = 0.01
-"""A first copy that is expected to cost less is not put off."""
 REMEMBERED = 3
 """Copies whose cost is taken into account."""
 FIRST_SAVE_S = 60.0
@@ -85,7 +80,7 @@ class Timetable:
 
     Call `tick` once after each step, `voted` after each vote, `copied` after each copy, and `saved` after each
     checkpoint; every process calls them alike. `shares_cores` says whether the thread that writes copies takes the
-    devices' own cores; then `copy_bytes` of a new job say what its first copy may cost. `leads` is for process 0.
+    devices' own cores. `leads` is for process 0.
     """
 
     def __init__(
@@ -96,13 +91,10 @@ class Timetable:
         disk_every: int | str = 0,
         leads: bool = True,
         shares_cores: bool = True,
-        copy_bytes: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_auto = memory_every == "auto"
-        self._expected_s = shares_cores * copy_bytes / COPIED_BYTES_PER_S
-        first_after = FIRST_AFTER if self._expected_s < CHEAP_S else NEVER
-        self.every = first_after if isinstance(memory_every, str) else memory_every
+        self.every = FIRST_AFTER if isinstance(memory_every, str) else memory_every
         """Steps between copies, as all processes have agreed."""
         self._leads = leads
         self._shares_cores = shares_cores
@@ -174,7 +166,7 @@ class Timetable:
     def copied(self, step: int) -> None:
         """Count on from a copy after this step."""
         if self.is_auto and not self._has_copied:
-            self.every, self._expected_s = NEVER, 0.0  # until a vote finds that all know what it cost
+            self.every = NEVER  # until a vote finds that all know what it cost
         self._copied, self._has_copied = step, True
 
     def saved(self, step: int) -> None:
@@ -210,18 +202,12 @@ class Timetable:
         return CopyCost(median(cost.cut_s for cost in costs), max(median(cost.write_s for cost in costs), late_s))
 
     @property
-    def waiting_s(self) -> float | None:
-        """Seconds that the loop or its devices wait for a copy; None if that is not known yet."""
-        return None if self.cost is None else self.cost.cut_s + self._shares_cores * self.cost.write_s
-
-    @property
     def period_s(self) -> float | None:
         """Seconds between copies that this process wants; None if it does not know yet what they cost."""
-        if self._expected_s >= CHEAP_S:
-            return min(self._expected_s / LARGEST_SLOWDOWN, LARGE_LOSS_S)
-        cost, waiting_s = self.cost, self.waiting_s
-        if cost is None or waiting_s is None:
+        cost = self.cost
+        if cost is None:
             return None
+        waiting_s = cost.cut_s + self._shares_cores * cost.write_s  # of the loop or its devices
         return max(waiting_s / LARGEST_SLOWDOWN, sum(cost) / BUSIEST_WRITER)
 
     @property

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
+
+import numpy as np
 
 from meshmend.errors import RestartError
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.session.session import Session
-from meshmend.jax.state.disk.disk import Disk
+from meshmend.jax.state.disk.disk import SLOWEST_BYTES_PER_S, Disk, SupersededError
+from meshmend.jax.state.disk.write import copy_to_host
 from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.jax.state.waiting import with_timeout
-
-LOOK_EVERY_S = 5.0
-"""Seconds between looks at the claims of other parts of the job. Each lists a folder of the shared disk."""
 
 
 class Checkpoints:
@@ -36,137 +37,119 @@ class Checkpoints:
         self.last_step = 0
         """That one, or a later one that is on its way there."""
         self.disk_answers = True
-        self._claim_watch: ClaimWatch | None = None
+        self._saving: Saving | None = None
         self._told = ""
         """Why the last checkpoint was not saved, without what differs each time."""
 
     def claim(self, attempt: int) -> None:
-        """Claim an attempt, and watch from now on that no other part of the job claims a later one: on process 0."""
+        """Claim an attempt, on process 0: each save looks whether another part of the job has claimed a later one."""
         if self.session.launch.process != 0:
             return
-        problem = ""
         try:
             with_timeout(self.disk.timeout_s, self.disk.hold_claim, attempt)
         except OSError as error:
-            problem = str(error)
-        self.note_answer(problem)
-        self._claim_watch = ClaimWatch(partial(self.disk.hold_claim, attempt), self.disk.timeout_s, problem=problem)
-        weakref.finalize(self, self._claim_watch.stop)  # a keeper that nobody closes
-
-    def look(self) -> None:
-        """Raise `RestartError` if another part of the job has continued; warn if the disk does not answer any more.
-
-        Asks no disk: the watch does that, beside training.
-        """
-        if self._claim_watch is not None:
-            self.note_answer(self._claim_watch.look())
-        self.note_saved()
-
-    def note_answer(self, problem: str) -> None:
-        """Take in that the disk does not answer, and why; or, with "", that it does."""
-        if problem and self.disk_answers:
-            self._warn(f"{self.disk.folder} is unreachable: {problem}. The job continues without it.")
-        self.disk_answers = not problem
+            if self.disk_answers:
+                warn_once(self.session, f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
+            self.disk_answers = False
+        else:
+            self.disk_answers = True
 
     def save(
         self, layout: StateLayout, attempt: int, step: int, params: Tree, state: Tree, extra: Tree, verified: int
     ) -> None:
-        """Begin to write a checkpoint, if the disk answers and the one before it is written."""
+        """Begin to write a checkpoint, if all processes have written the one before it.
+
+        The arrays may be donated as soon as this returns.
+        """
         with self.session.timeline.timed("checkpoint", step=step):
-            self.note_saved(wait=True)
-            problem = self.disk.save(layout, attempt, step, params, state, extra, verified)
-        if problem:
-            self._note_not_saved(step, problem)
+            self.note_saved(within_s=self.disk.timeout_s)
+            why = "" if self._saving is None else self._saving.why_not_yet
+            reasons = [reason for reason in self.session.coordination.exchange(why) if reason]
+            if not reasons:
+                facts = {"step": step, "attempt": attempt, "extra": extra, "verified": verified}
+                facts = json.loads(json.dumps(facts))  # what JSON cannot write is refused here
+                runs = copy_to_host(layout, params, state)
+                n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
+                # Each has its own channel: one that has failed leaves exchanges unfinished.
+                channel = self.session.coordination.channel("save")
+                self._saving = Saving(step, n_bytes, partial(self.disk.save, layout, runs, facts, channel))
+        if reasons:
+            self._note_not_saved(step, reasons[0])
         else:
             self.last_step = step
 
-    def note_saved(self, *, wait: bool = False) -> None:
-        """Note what has become of the checkpoint that was begun last, if it is over; with `wait`, wait a while."""
-        try:
-            step = self.disk.finished(within_s=self.disk.timeout_s if wait else 0.0)
-        except RestartError as error:
-            self._note_not_saved(error.step or 0, str(error))
+    def note_saved(self, *, within_s: float = 0.0) -> None:
+        """Note what has become of the checkpoint that was begun last, if it is over within so many seconds.
+
+        Raises `RestartError` if another part of the job has continued without this one.
+        """
+        if self._saving is None or not self._saving.wait(within_s):
             return
-        if step is not None:
-            self.saved_step, self._told = step, ""
-            self.session.timeline.note("saved", step=step)
+        saving, self._saving = self._saving, None
+        if isinstance(saving.error, SupersededError):
+            raise saving.error
+        if saving.error is not None:
+            self._note_not_saved(saving.step, str(saving.error))
+            return
+        self.saved_step, self._told = saving.step, ""
+        self.session.timeline.note("saved", step=saving.step)
 
     def _note_not_saved(self, step: int, why: str) -> None:
         self.session.timeline.note("not saved", step=step, why=why)
         told, self._told = self._told, why.partition(":")[0]
         if told != self._told:
-            self._warn(f"Step {step} is not saved on disk: {why}. The job continues without it.")
+            warn_once(self.session, f"Step {step} is not saved on disk: {why}. The job continues without it.")
 
     def close(self) -> None:
         """Wait for what is being written, as long as a slow disk may take, and say if it hangs.
 
         Raises `RestartError` if it has failed.
         """
-        step, problem = self.disk.close()
-        if problem:
+        saving = self._saving
+        if saving is not None and not saving.wait(self.disk.timeout_s + saving.n_bytes / SLOWEST_BYTES_PER_S):
             self._told = ""  # the last word on it
-            self._note_not_saved(step, problem)
+            self._note_not_saved(saving.step, saving.why_not_yet)
             return
-        done = self.disk.finished()
-        if done is not None:
-            self.saved_step = done
-            self.session.timeline.note("saved", step=done)
-
-    def _warn(self, what: str) -> None:
-        warn_once(self.session, what)
-
-    def abandon(self) -> None:
-        """Watch no more."""
-        if self._claim_watch is not None:
-            self._claim_watch.stop()
+        self.disk.close()
+        if saving is not None and saving.error is not None:
+            raise RestartError(
+                f"Step {saving.step} was not saved in {self.disk.folder}: {saving.error}", step=saving.step
+            ) from saving.error
+        self.note_saved()
 
 
-class ClaimWatch:
-    """Looks whether another part of the job has continued without this one, every few seconds, beside training.
+class Saving:
+    """One checkpoint on its way to disk, in a thread of its own: `write` returns when all of it is there."""
 
-    `hold_claim` asks the shared disk; it raises `RestartError` if that is so, and `OSError` if the disk is away.
-    """
+    def __init__(self, step: int, n_bytes: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.n_bytes = n_bytes
+        self.error: BaseException | None = None
+        """What went wrong, once it is over."""
+        self._since = time.monotonic()
+        self._is_late = False
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(write,), name="meshmend-checkpoint", daemon=True).start()
 
-    def __init__(
-        self,
-        hold_claim: Callable[[], None],
-        timeout_s: float,
-        *,
-        problem: str = "",
-        every_s: float = LOOK_EVERY_S,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self._hold_claim = hold_claim
-        self._every_s = every_s
-        self._refusal: RestartError | None = None
-        self._why = problem
-        self._asked: float | None = None
-        self._stop = threading.Event()
-        threading.Thread(target=self._run, name="meshmend-claim", daemon=True).start()
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over.set()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            self._asked = time.monotonic()
-            try:
-                self._hold_claim()
-                self._why = ""
-            except RestartError as refusal:
-                self._refusal = refusal
-                return
-            except OSError as error:
-                self._why = str(error)
-            self._asked = None
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is over, and return whether it is. Nobody waits again for what was waited for in vain."""
+        is_over = self._over.wait(0.0 if self._is_late else seconds)
+        self._is_late = not is_over and (self._is_late or seconds > 0)
+        return is_over
 
-    def look(self) -> str:
-        """Return why the disk does not answer, "" if it does; raise `RestartError` if this part must stop."""
-        if self._refusal is not None:
-            raise self._refusal
-        waited_s = 0.0 if self._asked is None else time.monotonic() - self._asked
-        return f"no answer for {waited_s:.0f} s" if waited_s > self.timeout_s else self._why
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._stop.set()
+    @property
+    def why_not_yet(self) -> str:
+        """What is to be said of it while it is not over."""
+        seconds = time.monotonic() - self._since
+        return f"the checkpoint of step {self.step} hangs, or the disk is slow: it has been written for {seconds:.0f} s"
 
 
 def warn_once(session: Session, what: str) -> None:

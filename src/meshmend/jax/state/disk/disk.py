@@ -5,8 +5,7 @@ What is saved is the user's own tree, whole, in the item `state`; what only mesh
 are compared with what is read (`write`, `read`, `orbax`). Where the job has a secret, all of that is signed with
 it: a checkpoint that somebody without the secret has made or altered is refused.
 
-A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training does not wait for;
-while one hangs, no other is begun.
+A shared disk may hang: `background` writes each checkpoint in a thread of its own, which training does not wait for.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ import jax
 import numpy as np
 
 from meshmend.errors import MissingExtraError, RestartError
-from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.session.coordination import Coordination
 from meshmend.jax.state.candidates import UNCHECKED, Preserved
 from meshmend.jax.state.disk.orbax import FACTS, STATE, ChunkStore, SavedArrays, Saver, imported, names_of
 from meshmend.jax.state.disk.read import read_state
-from meshmend.jax.state.disk.write import Checksums, ChunkWriter, VectorRun, copy_to_host
+from meshmend.jax.state.disk.write import Checksums, ChunkWriter, VectorRun
 from meshmend.jax.state.layout.flat import dtype_named
 from meshmend.jax.state.layout.rectangles import ChunkGrid
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
 from meshmend.jax.state.layout.tree_signature import Identity
-from meshmend.jax.state.waiting import OneAtATime, Saving, with_timeout
+from meshmend.jax.state.waiting import with_timeout
 from meshmend.launch.signing import file_key, is_signed, signature
 
 FORMAT = 2
@@ -75,30 +73,23 @@ class Saved:
         return sum(math.prod(shape) * dtype_named(dtype).itemsize for _, shape, dtype, _ in self.facts["arrays"])
 
 
+class SupersededError(RestartError):
+    """Another part of this job has continued without this one."""
+
+
 class Disk:
     """The checkpoints in a folder that all hosts share. The newest `keep` stay, and the last that is verified.
 
-    `folder` is any path that Orbax takes, as in gs://bucket/job. Every process must make the same saves, and agrees on
-    them by `coordination`.
+    `folder` is any path that Orbax takes, as in gs://bucket/job. Every process must make the same saves.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        timeout_s: float = 30.0,
-        coordination: Coordination | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2, timeout_s: float = 30.0) -> None:
         self.folder = as_path(folder)
         self.preserved = Preserved(keep)
         self.timeout_s = timeout_s
-        self.coordination = coordination or Coordination(0, 1)
         self._saver: Saver | None = None
-        self._saving: Saving | None = None
         self._has_failed = False
-        """Whether a save has failed: then Orbax's manager is in a state that nobody knows."""
-        self._probe = OneAtATime()
+        """Whether the last save has not succeeded: then Orbax's manager is in a state that nobody knows."""
         self._claimed = 0
         self._claiming = threading.Lock()
 
@@ -143,44 +134,32 @@ class Disk:
         except (ArithmeticError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise RestartError(f"{path} is damaged: {error}", step=step) from error
 
-    def claim(self, attempt: int) -> None:
-        """Claim an attempt's number for this side of the job; raise `RestartError` if another side has it.
-
-        The launcher should prevent a split brain (by requiring a majority of the hosts); this is for when it does not.
-        """
-        folder = self.folder / "attempts"
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            (folder / str(attempt)).touch(exist_ok=False)
-        except FileExistsError:
-            raise RestartError(
-                f"Another part of this job continues as attempt {attempt}: this one must stop."
-            ) from None
-
     def hold_claim(self, attempt: int) -> None:
-        """Claim an attempt's number the first time; then check that no other part of the job has claimed a later one.
+        """Claim an attempt's number for this part of the job, the first time; for any thread.
 
-        For any thread. Raises `RestartError` if another part of the job has continued.
+        Raises `SupersededError` if another part has that number or a later one. The launcher should prevent a split
+        brain (by requiring a majority of the hosts); this is for when it does not.
         """
         with self._claiming:
-            if self._claimed == attempt:
-                self.check_claim(attempt)
-            else:
-                self.claim(attempt)
+            if self._claimed != attempt:
+                (self.folder / "attempts").mkdir(parents=True, exist_ok=True)
+                try:
+                    (self.folder / "attempts" / str(attempt)).touch(exist_ok=False)
+                except FileExistsError:
+                    raise SupersededError(
+                        f"Another part of this job continues as attempt {attempt}: this one must stop."
+                    ) from None
                 self._claimed = attempt
+            newest = self.claimed()
+        if newest > attempt:
+            raise SupersededError(
+                f"Another part of this job continues as attempt {newest}, while this one was attempt {attempt}: the "
+                "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
+            )
 
     def claimed(self) -> int:
         """Return the newest attempt that any part of the job has begun, 0 if none has."""
         return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
-
-    def check_claim(self, attempt: int) -> None:
-        """Raise `RestartError` if another part of the job has continued in the meantime."""
-        newest = self.claimed()
-        if newest > attempt:
-            raise RestartError(
-                f"Another part of this job continues as attempt {newest}, while this one was attempt {attempt}: the "
-                "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
-            )
 
     def set_aside_all_but(self, good: Container[int]) -> list[int]:
         """Move checkpoints that are damaged or newer than the restored step to `ABANDONED`; return their steps.
@@ -199,43 +178,17 @@ class Disk:
             self._saver.manager.reload()
         return moved
 
-    def save(
-        self,
-        layout: StateLayout,
-        attempt: int,
-        step: int,
-        params: Tree,
-        state: Tree,
-        extra: Tree,
-        verified: int = UNCHECKED,
-    ) -> str:
-        """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
+    def save(self, layout: StateLayout, runs: list[VectorRun], facts: dict[str, Any], channel: Coordination) -> None:
+        """Write a checkpoint of what `copy_to_host` has returned; return when it is complete, and raise if it is not.
 
-        Returns why nothing is written, and "" otherwise: if any process cannot reach the disk within `timeout_s`, or is
-        still writing the checkpoint before this one. That long, training may wait here, and never longer.
+        `facts` are the `step`, `attempt`, `extra` and `verified` of it; `channel` lets the processes agree.
         """
-        problem = self.why_not_yet() or self.out_of_reach()
-        told = self.coordination.exchange({"problem": problem, "has_failed": self._has_failed})
-        reasons = [mine["problem"] for mine in told if mine["problem"]]
-        if reasons:
-            return str(reasons[0])
-        if any(mine["has_failed"] for mine in told):
-            self._saver, self._has_failed = None, False  # not closed: that may take as long
-        facts = {"step": step, "attempt": attempt, "extra": extra, "verified": verified, "format": FORMAT}
-        text = json.dumps(facts)  # what JSON cannot write is refused here, and not in the background
-        runs = copy_to_host(layout, params, state)
-        n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
-        channel = self.coordination.channel("save")  # each one its own: one that has failed leaves exchanges unfinished
-        self._saving = Saving(step, n_bytes, lambda: self._save(layout, runs, json.loads(text), channel))
-        return ""
-
-    def _save(self, layout: StateLayout, runs: list[VectorRun], facts: dict[str, Any], channel: Coordination) -> None:
-        """Write a checkpoint; return when it is complete, and raise if it is not there then."""
-        if jax.process_index() == 0:
-            self.hold_claim(facts["attempt"])
+        facts = facts | {"format": FORMAT}
+        self._begin(facts["attempt"], channel)
         self.preserved.verified = facts["verified"]
         if self._saver is None:
             self._saver = Saver(self.folder, self.preserved, f"meshmend-{channel.name}")
+        self._has_failed = True
         checksums: Checksums = []
         written: dict[str, str] = {}
 
@@ -262,30 +215,27 @@ class Disk:
         # Process 0 writes the facts; only there are they certain to be seen at once.
         if jax.process_index() == 0 and self.facts(step).checksum != written["checksum"]:
             raise RestartError("another checkpoint is in its place")
+        self._has_failed = False
 
-    def why_not_yet(self, within_s: float | None = None) -> str:
-        """Return why no checkpoint can be begun: the one before it is still being written. "" if none is.
-
-        Waits for that one, by default `timeout_s`; but not again for one that somebody has waited for in vain.
-        """
-        if self._saving is None or self._saving.wait(self.timeout_s if within_s is None else within_s):
-            return ""
-        return self._saving.why_not_yet
-
-    def finished(self, *, within_s: float = 0.0) -> int | None:
-        """Return the step whose checkpoint was completed since the last call, None if there is none.
-
-        Raises `RestartError` if the save has finished and the checkpoint is not there.
-        """
-        if self._saving is None or not self._saving.wait(within_s):
-            return None
-        saving, self._saving = self._saving, None
-        if saving.error is not None:
-            self._has_failed = True
-            raise RestartError(
-                f"Step {saving.step} was not saved in {self.folder}: {saving.error}", step=saving.step
-            ) from saving.error
-        return saving.step
+    def _begin(self, attempt: int, channel: Coordination) -> None:
+        """Raise on all processes what keeps any of them from writing: Orbax would wait for that one."""
+        mine: dict[str, Any] = {"has_failed": True} if self._has_failed else {}
+        try:
+            if jax.process_index() == 0:
+                self.hold_claim(attempt)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.steps()
+        except SupersededError as error:
+            mine["superseded"] = str(error)
+        except (OSError, RestartError) as error:
+            mine["problem"] = f"{self.folder}: {error}"
+        told = {name: why for one in channel.exchange(mine) for name, why in one.items()}
+        if "superseded" in told:
+            raise SupersededError(told["superseded"])
+        if "problem" in told:
+            raise RestartError(told["problem"])
+        if "has_failed" in told:
+            self._saver = None  # not closed: that may hang
 
     def load(self, step: int, layout: StateLayout) -> tuple[Saved, Reader]:
         """Read what this process needs of a checkpoint; raise `RestartError` if any of that is not as it was saved."""
@@ -331,34 +281,12 @@ class Disk:
             )
         return offers, problems, self.claimed()
 
-    def out_of_reach(self) -> str:
-        """Return why this process cannot use the folder, "" if it can."""
-        try:
-            self._probe(self.timeout_s, self._make_folder)
-        except (OSError, RestartError) as error:
-            return f"{self.folder}: {error}"
-        return ""
-
-    def close(self) -> tuple[int, str]:
-        """Wait for what is being written, but not forever, and end Orbax's threads.
-
-        Returns the step of the last checkpoint and why it is not written yet, "" if it is.
-        """
-        step = 0
-        if self._saving is not None:
-            step = self._saving.step
-            problem = self.why_not_yet(self.timeout_s + self._saving.n_bytes / SLOWEST_BYTES_PER_S)
-            if problem:
-                return step, problem  # to close Orbax's manager would wait for the same
+    def close(self) -> None:
+        """End Orbax's threads, if nothing is being written."""
         if self._saver is not None:
-            with contextlib.suppress(Exception):  # what went wrong with the last save, `finished` says
+            with contextlib.suppress(Exception):  # what went wrong with the last save has been raised
                 with_timeout(self.timeout_s, self._saver.manager.close)
             self._saver = None
-        return step, ""
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.steps()
 
 
 def as_path(folder: Any) -> Any:

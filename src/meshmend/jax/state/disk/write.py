@@ -33,6 +33,9 @@ UNDER_WAY = "meshmend-unfinished"
 Checksums = list[list[str]]
 """Of each chunk of each of the user's arrays; where the job has a key, nobody can make them without it."""
 
+Place = tuple[str, int, int, int]
+"""Where a run of a vector is in an array: its name, its first element, that element's in the array, and its length."""
+
 
 class VectorRun(NamedTuple):
     """Elements of a vector, one after the other, in this host's memory."""
@@ -52,32 +55,29 @@ def copy_to_host(layout: StateLayout, params: Tree, state: Tree, *, slices: bool
     leaves = jax.tree.leaves((params, state))
     wait_for(leaves)
     number = {device: i for i, device in enumerate(layout.devices)}
-    found: list[tuple[jax.Array, Callable[[NDArray[Any]], Iterator[VectorRun]]]] = []
+    found: list[tuple[jax.Array, list[Place]]] = []
     which = 0
     for i, leaf in enumerate(leaves):
         for shard in leaf.addressable_shards:
             if layout.is_sharded[i]:
-                found.append((shard.data, _rows(layout, which, device_number(shard, layout.outline.n_rows))))
+                rows, width = layout.outline.rows(which, device_number(shard, layout.outline.n_rows)), leaf.shape[-1]
+                places = [(f"sharded {which}", start, row * width, length) for row, start, length in rows]
+                found.append((shard.data, places))
             else:
                 found += _share(layout, i, shard.data, number[shard.device], slices)
         which += layout.is_sharded[i]
     for data, _ in found:
         data.copy_to_host_async()
-    return [run for data, runs in found for run in runs(np.asarray(data))]
-
-
-def _rows(layout: StateLayout, which: int, device: int) -> Callable[[NDArray[Any]], Iterator[VectorRun]]:
-    def runs(values: NDArray[Any]) -> Iterator[VectorRun]:
-        rows = values.reshape(-1, values.shape[-1])
-        for row, start, length in layout.outline.rows(which, device):
-            yield VectorRun(f"sharded {which}", start, rows[row, :length])
-
-    return runs
+    return [
+        VectorRun(name, start, np.asarray(data).reshape(-1)[at : at + length])
+        for data, places in found
+        for name, start, at, length in places
+    ]
 
 
 def _share(
     layout: StateLayout, leaf: int, data: jax.Array, device: int, slices: bool
-) -> Iterator[tuple[jax.Array, Callable[[NDArray[Any]], Iterator[VectorRun]]]]:
+) -> Iterator[tuple[jax.Array, list[Place]]]:
     """Return what a device is to write of a leaf that others have, too: the rows that its share of elements is in."""
     tile, slot = divmod(device, layout.outline.devices_per_tile)
     name, first, _ = layout.whole_leaves[leaf][slot]
@@ -90,10 +90,7 @@ def _share(
     if slices and data.nbytes >= SLICED_FROM_BYTES:
         row = data.size // data.shape[0]
         data, skipped = data[start // row : -(-stop // row)], start // row * row
-    yield (
-        data,
-        lambda values: iter([VectorRun(name, first + start, values.reshape(-1)[start - skipped : stop - skipped])]),
-    )
+    yield data, [(name, first + start, start - skipped, stop - start)]
 
 
 class ChunkSink(Protocol):

@@ -116,27 +116,24 @@ class Outline:
         """Elements of each replicated array that are in a share: a piece of every one of them."""
         return [-(-size // self.n_shares) for size in self.replicated.get(dtype, ())]
 
-    def share_size(self, dtype: str) -> int:
-        """Elements of a share."""
-        return sum(self.shares(dtype))
-
-    def shards_size(self, dtype: str) -> int:
-        """Elements of a device's shards."""
-        return sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
-
     def part_size(self, part: int, dtype: str) -> int:
         """Elements of a part."""
-        return self.share_size(dtype) if part < self.n_all_shares else self.shards_size(dtype)
+        if part < self.n_all_shares:
+            return sum(self.shares(dtype))
+        return sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
 
     @cached_property
     def share_bytes(self) -> int:
         """Bytes of a share: of one dtype after the other."""
-        return sum(self.share_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
+        return self._bytes(0)
 
     @cached_property
     def shards_bytes(self) -> int:
         """Bytes of a device's shards."""
-        return sum(self.shards_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
+        return self._bytes(self.n_all_shares)
+
+    def _bytes(self, part: int) -> int:
+        return sum(self.part_size(part, dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
 
     def part_bytes(self, part: int) -> int:
         """Bytes of a part."""

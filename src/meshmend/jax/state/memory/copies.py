@@ -121,7 +121,7 @@ class Copy:
             "generation": self.generation,
             "differs": identity.difference(self.identity),
             "slices": [len(self.outline.slices(part)) for part in (0, self.outline.n_parts - 1)],
-            "shares": self.outline.n_all_shares,
+            "n_shares": self.outline.n_all_shares,
             "n_parts": self.outline.n_parts,
             "parts": list(self.parts),
             "verified": self.verified,
@@ -339,11 +339,6 @@ def read_copy(path: Path) -> Copy:
 
 def _read(path: Path, file: BinaryIO, size: int) -> Copy:
     line = file.readline(len(MAGIC))
-    if line != MAGIC and re.fullmatch(rb"meshmend state \d\n", line):
-        raise RestartError(
-            f"{path} was written by an older meshmend, in another form. Remove it, or finish the job with the version "
-            "that began it."
-        )
     match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64}) (-|[0-9a-f]{64})\n", file.readline(200))
     if match is None or line != MAGIC:
         raise RestartError(f"{path} is damaged: its first lines are not those of a copy of a job's state.")

@@ -168,7 +168,7 @@ def make_parts_fn(layout: StateLayout, placement: Placement) -> Callable[[Tree, 
     fabric, outline = layout.fabric, replace(layout.outline, n_shares=placement.n_shares)
     by_device = PartitionSpec(fabric.axes)
     over_chips = tuple(axis for axis in fabric.axes if axis != fabric.core_axis)
-    sends = [[(chip, keeper) for keeper, chip in enumerate(kept) if chip != keeper] for kept in placement.kept.tolist()]
+    sends = [(chip, keeper) for keeper, chip in enumerate(placement.kept.tolist()) if chip != keeper]
 
     def local(*leaves: jax.Array) -> Parts:
         chip = lax.axis_index(over_chips)
@@ -178,18 +178,17 @@ def make_parts_fn(layout: StateLayout, placement: Placement) -> Callable[[Tree, 
         for dtype in outline.dtypes:
             flat = [(jnp.ravel(x), s) for x, s in zip(leaves, layout.is_sharded, strict=True) if x.dtype.name == dtype]
             whole, shards = ([leaf for leaf, split in flat if split is kind] for kind in (False, True))
-            if outline.share_size(dtype):
+            if outline.part_size(0, dtype):
                 pieces = [
                     lax.dynamic_slice_in_dim(leaf, jnp.minimum(mine[column] * share, leaf.size - share), share)
                     for column in range(placement.shares.shape[1])
                     for leaf, share in zip(whole, outline.shares(dtype), strict=True)
                 ]
                 parts["share"][dtype] = _stack(pieces, placement.shares.shape[1])
-            if outline.shards_size(dtype):  # otherwise only layers without elements have this dtype
+            if outline.part_size(outline.n_all_shares, dtype):  # otherwise only layers without elements have this dtype
                 parts["own"][dtype] = _stack(shards, 1)
                 if sends:
-                    sent = [lax.ppermute(shard, over_chips, pairs) for pairs in sends for shard in shards]
-                    parts["kept"][dtype] = _stack(sent, len(sends))
+                    parts["kept"][dtype] = _stack([lax.ppermute(shard, over_chips, sends) for shard in shards], 1)
         return parts
 
     mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=layout.specs, out_specs=by_device, check_vma=False)
