@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from itertools import islice
 from typing import Any
 
@@ -12,14 +11,9 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import two_hosts
 from jax_engine.two_processes import run_two
-from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.jax.data.feed import DeviceRows
-from meshmend.jax.data.policy import BatchSplit
-
-grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
+from meshmend.errors import ParameterError
 
 N = 83
-ORDERS = [np.random.default_rng(epoch).permutation(N) for epoch in range(2)]
 
 
 class Source:
@@ -39,12 +33,6 @@ class Source:
 def fabric_of(*failed: str, shape: str = "4x4") -> mmj.Fabric:
     mesh = mm.Mesh(shape)
     return mmj.discover(jax.devices()[: mesh.size], shape=shape, failed=failed)
-
-
-def test_without_grain_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(MissingExtraError, match=r"needs grain.*pip install 'meshmend\[restart\]'"):
-        mmj.Feed([1, 2, 3], mmj.KeepGlobal(2))
 
 
 def test_each_epoch_is_another_permutation_that_follows_from_seed_and_epoch() -> None:
@@ -111,6 +99,8 @@ def test_a_position_may_come_back_from_a_checkpoint_as_arrays() -> None:
 
 
 def test_the_callers_transformations_are_kept_and_random_ones_follow_the_record() -> None:
+    grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
+
     def noisy(sample: int, rng: np.random.Generator) -> np.ndarray:
         return np.array([sample, 1000 * rng.random()], np.float32)
 
@@ -145,29 +135,29 @@ def test_two_cores_of_a_chip_share_its_samples() -> None:
 @pytest.mark.parametrize("global_batch", [4, 30, 75])
 def test_processes_together_read_the_whole_batch_and_none_reads_anothers(global_batch: int) -> None:
     """Four hosts with 4×2 tiles of an 8×4 mesh, whose ranks are not contiguous, one chip of the last failed."""
-    mesh = mm.Mesh("8x4", failed=["7,3"])
-    split = BatchSplit(N, global_batch, mesh.n_chips)
-    hosts = [[r for r, (x, y) in enumerate(mesh.coords) if (x // 4, y // 2) == (i, j)] for i in (0, 1) for j in (0, 1)]
-    assert sorted(rank for host in hosts for rank in host) == list(range(31))
-    at = mmj.Position(0, 5)
-    steps = split.steps_until(at, 2)
-    readers = [DeviceRows(range(2 * N), split, at, steps, host) for host in hosts]
-    assert [len(reader) for reader in readers] == [steps * len(host) for host in hosts]
-    for step in range(steps):
-        start = split.position(at, step)
-        first, count = start.epoch * N + start.sample, split.count(start)
+    source, fabric = Source(), fabric_of("7,3", shape="8x4")
+    feed = mmj.Feed(source, mmj.KeepGlobal(global_batch), threads=2)
+    split, coords = feed.split(fabric), enumerate(fabric.mesh.coords)
+    host_of = {rank: (x // 4, y // 2) for rank, (x, y) in coords}
+    hosts = [[rank for rank in host_of if host_of[rank] == host] for host in sorted(set(host_of.values()))]
+    assert [len(host) for host in hosts] == [8, 8, 8, 7]
+    start = mmj.Position(0, 5)
+    for step in range(split.steps_until(start, 2)):
+        at = split.position(start, step)
+        wanted = feed.records(at.epoch, at.sample, at.sample + split.count(at)).tolist()
         read = []
-        for reader, host in zip(readers, hosts, strict=True):
-            parts = [reader[step * len(host) + device] for device in range(len(host))]
-            mine = [row for part in parts for row in part if row is not None]
-            assert mine, "every process has something to compute with"
+        for host in hosts:
+            source.reads.clear()
+            data, weights = feed.read(fabric, at, host, range(split.rows))
+            mine = data["number"][weights > 0].tolist()
             # A host of which no chip is among the first has no sample of a short batch: it borrows the first one.
-            read += mine if min(host) < count else []
-            assert min(host) < count or mine == [first]
-        assert sorted(read) == list(range(first, first + count))
+            assert sorted(source.reads) == (sorted(mine) or wanted[:1])
+            read += mine
+        assert sorted(read) == sorted(wanted)
 
 
 def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
+    grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
     feed = mmj.Feed(grain.MapDataset.range(N).filter(lambda sample: sample != 7), mmj.KeepGlobal(16), threads=2)
     with pytest.raises(ParameterError, match=r"no sample \d+ in epoch 0: a filter has removed it"):
         list(feed.batches(fabric_of(), epochs=1))
@@ -201,6 +191,7 @@ def test_a_process_without_a_device_in_the_fabric_is_refused(monkeypatch: pytest
 def test_sources_and_positions_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ParameterError, match="has no samples"):
         mmj.Feed([], mmj.KeepGlobal(2))
+    grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
     with pytest.raises(ParameterError, match="has endlessly many samples"):
         mmj.Feed(grain.MapDataset.range(5).repeat(), mmj.KeepGlobal(2))
     with pytest.raises(ParameterError, match="threads is -1"):

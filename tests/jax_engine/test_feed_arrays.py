@@ -1,10 +1,7 @@
-"""Batches of arrays, whose rows are taken at once, are those that grain reads sample by sample: bit for bit."""
+"""Batches of arrays, whose rows are taken at once, are those that are read sample by sample: bit for bit."""
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
 from typing import Any
 
 import jax
@@ -16,18 +13,14 @@ from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.data import feed as feed_module
 from meshmend.jax.data.arrays import Rows
-from meshmend.jax.data.example_keys import make_feed
-
-pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 
 DTYPES = ["f4", ">f4", "f8", "i8", ">i2", "u1", "?", "c8", ml_dtypes.bfloat16]
 POLICIES = [mmj.KeepGlobal(1), mmj.KeepGlobal(7), mmj.KeepGlobal(40), mmj.KeepPerChip(1), mmj.KeepPerChip(3, "sqrt")]
 
 
 class Samples:
-    """The same samples as an object that is no array, so that grain reads them."""
+    """The same samples as an object that is no array, so that they are read one by one."""
 
     def __init__(self, arrays: Any) -> None:
         self.rows = Rows(arrays)
@@ -80,11 +73,10 @@ def assert_same(found: Any, expected: Any) -> None:
     seed=st.integers(0, 5),
     epoch=st.integers(0, 3),
     ahead=st.sampled_from([(0, 0), (1, 0), (1, 1), (16, 2)]),
-    at_once=st.sampled_from([1, 50, 16_384]),
     rng=st.integers(0, 99).map(np.random.default_rng),
 )
 @settings(max_examples=60, deadline=None)
-def test_batches_of_arrays_are_those_that_grain_reads(
+def test_batches_of_arrays_are_those_that_are_read_one_by_one(
     n_samples: int,
     policy: Any,
     kind: str,
@@ -92,16 +84,13 @@ def test_batches_of_arrays_are_those_that_grain_reads(
     seed: int,
     epoch: int,
     ahead: tuple[int, int],
-    at_once: int,
     rng: np.random.Generator,
 ) -> None:
     fabric, arrays = fabric_of(kind), dataset(n_samples, dtypes, rng)
     ours = mmj.Feed(Rows(arrays), policy, seed=seed, threads=ahead[0], prefetch=ahead[1])
-    theirs = mmj.Feed(Samples(arrays), policy, seed=seed, threads=0, prefetch=0)
+    theirs = mmj.Feed(Samples(arrays), policy, seed=seed, threads=ahead[1], prefetch=ahead[0])
     at = mmj.Position(epoch, int(rng.integers(n_samples)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed_module, "AT_ONCE", at_once)
-        found = list(ours.batches(fabric, at=at, epochs=epoch + 2))
+    found = list(ours.batches(fabric, at=at, epochs=epoch + 2))
     expected = list(theirs.batches(fabric, at=at, epochs=epoch + 2))
     assert len(found) == len(expected) > 1
     for one, other in zip(found, expected, strict=True):
@@ -136,43 +125,9 @@ def test_a_long_epoch_has_each_sample_once_in_the_order_of_its_records(n_samples
     assert_same(next(objects.batches(fabric, at=last)).data, next(feed.batches(fabric, at=last)).data)
 
 
-def test_arrays_need_no_grain_and_objects_in_arrays_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_in_arrays_are_samples() -> None:
     fabric, x = fabric_of("full"), np.arange(12.0)
     objects = np.array([{"x": one} for one in x])
-    expected = next(make_feed(objects, mmj.KeepGlobal(12), seed=0, n_chips=16).batches(fabric)).data["x"]
-    monkeypatch.setitem(sys.modules, "grain", None)
+    expected = next(mmj.Feed(objects, mmj.KeepGlobal(12)).batches(fabric)).data["x"]
     for array in (x, jax.numpy.asarray(x), Rows(x)):
         assert_same(next(mmj.Feed(array, mmj.KeepGlobal(12)).batches(fabric)).data, expected)
-    with pytest.raises(mm.errors.MissingExtraError, match="needs grain"):
-        mmj.Feed(objects, mmj.KeepGlobal(12))
-
-
-def test_an_array_is_read_in_one_thread_that_ends_with_the_batches() -> None:
-    def feeding() -> int:
-        return sum(thread.name == "meshmend-feed" for thread in threading.enumerate())
-
-    gc.collect()
-    before, fabric = feeding(), fabric_of("full")
-    feed = mmj.Feed(np.arange(1000), mmj.KeepGlobal(16))
-    batches = feed.batches(fabric)
-    assert feeding() == before + 1, "reading ahead begins at once"
-    del batches
-    assert feeding() == before, "never iterated"
-    batches = feed.batches(fabric)
-    next(batches)
-    next(batches)
-    assert feeding() == before + 1
-    batches.close()  # type: ignore[attr-defined]
-    assert feeding() == before
-    list(feed.batches(fabric, epochs=1))
-    assert feeding() == before
-
-
-def test_an_error_of_the_array_is_raised_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError("the file of this array is gone")
-
-    feed = mmj.Feed(np.arange(1000), mmj.KeepGlobal(16))
-    monkeypatch.setattr(Rows, "take", fail)
-    with pytest.raises(OSError, match="the file of this array is gone"):
-        next(feed.batches(fabric_of("full")))

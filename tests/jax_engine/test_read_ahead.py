@@ -4,26 +4,20 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from meshmend.jax.data.read_ahead import ReadAhead
-
-WITHIN_S = 10
+import meshmend.jax as mmj
+from meshmend.jax.data.read_ahead import Submit, read_ahead
+from waiting import until
 
 
 def feeding() -> int:
-    return sum(thread.name == "meshmend-feed" for thread in threading.enumerate())
-
-
-def becomes(condition: Callable[[], bool]) -> bool:
-    """Whether it is so before long."""
-    end = time.monotonic() + WITHIN_S
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
+    return sum(thread.name.startswith("meshmend-feed") for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
@@ -31,71 +25,68 @@ def _no_thread_is_left() -> Iterator[None]:
     before = feeding()
     yield
     gc.collect()
-    assert becomes(lambda: feeding() <= before)
+    until(lambda: feeding() <= before)
 
 
-def counted(made: list[int], n: int | None = None) -> Iterator[int]:
-    for number in range(10**9 if n is None else n):
-        made.append(number)
-        yield number
+@pytest.mark.parametrize(("threads", "depth"), [(0, 3), (1, 0), (1, 1), (2, 3), (4, 20)])
+def test_steps_come_in_order_and_no_more_are_begun_ahead_than_asked_for(threads: int, depth: int) -> None:
+    begun: list[int] = []
+
+    def begin(step: int, submit: Submit) -> Callable[[], int]:
+        begun.append(step)
+        parts = [submit(lambda part: 10 * step + part, part) for part in range(3)]
+        return lambda: sum(part.result() for part in parts)
+
+    ahead = read_ahead(begin, 9, threads=threads, depth=depth)
+    depth = depth if threads else 0
+    assert len(begun) == min(9, depth), "before the first is asked for"
+    for step in range(9):
+        assert next(ahead) == 30 * step + 3
+        assert len(begun) == min(9, step + 1 + depth)
+    assert list(ahead) == []
 
 
-def test_items_come_in_order_and_no_more_are_made_ahead_than_asked_for() -> None:
-    made: list[int] = []
-    ahead = ReadAhead(counted(made), 3)
-    for number in range(5):
-        assert becomes(lambda wanted=number + 3: len(made) >= wanted)  # type: ignore[misc]
-        time.sleep(0.02)
-        assert len(made) == number + 3, "it waits for room"
-        assert next(ahead) == number
-    ahead.close()
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_error_is_raised_where_its_step_is_asked_for(threads: int) -> None:
+    class Source(list[float]):
+        def __getitem__(self, number: Any) -> Any:
+            if number == wanted[1]:
+                raise OSError("the file of this sample is gone")
+            return super().__getitem__(number)
+
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    feed = mmj.Feed(Source(np.arange(100.0)), mmj.KeepGlobal(1), threads=threads)
+    wanted = feed.records(0)[:2].tolist()
+    batches = feed.batches(fabric)
+    assert next(batches).indices.tolist() == wanted[:1]
+    with pytest.raises(OSError, match="the file of this sample is gone"):
+        next(batches)
 
 
-def test_it_ends_with_its_items_and_stays_at_the_end() -> None:
-    ahead, before = ReadAhead(counted([], 2), 5), feeding()
-    assert [next(ahead), next(ahead)] == [0, 1]
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(ahead)
-    assert becomes(lambda: feeding() < before or before == 0)
+def test_an_array_is_read_in_one_thread_that_ends_with_the_batches() -> None:
+    gc.collect()
+    before, fabric = feeding(), mmj.discover(jax.devices()[:16], shape="4x4")
+    feed = mmj.Feed(np.arange(1000), mmj.KeepGlobal(16))
+    batches = feed.batches(fabric)
+    assert feeding() == before + 1, "reading ahead begins at once"
+    del batches
+    until(lambda: feeding() == before)  # never iterated
+    batches = feed.batches(fabric)
+    next(batches)
+    next(batches)
+    assert feeding() == before + 1
+    batches.close()  # type: ignore[attr-defined]
+    until(lambda: feeding() == before)
 
 
-def test_an_error_is_raised_where_the_item_is_asked_for() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        raise ValueError("the disk is gone")
-
-    ahead = ReadAhead(items(), 2)
-    assert next(ahead) == 1
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the disk is gone"):
-            next(ahead)
-
-
-def test_close_ends_the_thread_and_may_be_called_twice() -> None:
-    ahead = ReadAhead(counted([]), 2)
-    next(ahead)
-    assert feeding() == 1
-    ahead.close()
-    assert feeding() == 0, "close waits for it"
-    ahead.close()
-
-
-def test_an_object_that_nothing_refers_to_ends_its_thread() -> None:
-    ahead = ReadAhead(counted([]), 1)
-    next(ahead)
-    assert feeding() == 1
-    del ahead
-    assert becomes(lambda: feeding() == 0)
-
-
-def test_a_process_exits_while_the_thread_is_at_work() -> None:
-    """A daemon thread that is killed inside C++ code, such as JAX's pytrees, would abort it."""
+def test_a_process_exits_while_threads_are_at_work() -> None:
+    """A thread that is killed inside C++ code, such as JAX's pytrees, would abort it."""
     program = (
-        "import itertools, jax, numpy as np\n"
-        "from meshmend.jax.data.read_ahead import ReadAhead\n"
+        "import jax, numpy as np\n"
+        "from meshmend.jax.data.read_ahead import read_ahead\n"
         "x = {str(i): np.arange(9) for i in range(999)}\n"
-        "ahead = ReadAhead((jax.tree.map(lambda y: y[[1, 2]], x) for _ in itertools.count()), 10**6)\n"
+        "read = lambda: jax.tree.map(lambda y: y[[1, 2]], x)\n"
+        "ahead = read_ahead(lambda step, submit: submit(read).result, 10**6, threads=2, depth=1000)\n"
         "next(ahead)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

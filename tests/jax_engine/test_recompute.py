@@ -37,8 +37,6 @@ from meshmend.jax.checks.recompute import choose_rows
 from meshmend.jax.job.model import Model
 from meshmend.quarantine.judge import judge
 
-pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
-
 BITS = [("half", 0, bit) for bit in range(16)] + [("w", 1, bit) for bit in range(32)]
 
 

@@ -34,7 +34,6 @@ def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
 
 
 def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:
-    pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
     return mmj.Feed(data, policy, threads=0)
 
 
