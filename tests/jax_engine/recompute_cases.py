@@ -158,4 +158,3 @@ if __name__ == "__main__":
     holed = mmj.discover(devices, coords=tiles, shape="4x4", failed=["2x2@0,0"])
     coordination = Coordination(int(sys.argv[2]), 2)
     sys.stdout.write(json.dumps(several_checks(Bench(holed, exchange=coordination.exchange))) + "\n")
-    coordination.close()

@@ -127,19 +127,16 @@ def _tune(
     """Return the plan of each planner that serves the mesh; process 0 makes them, and the others find them."""
     hardware = hardware_of(session.fabric)
     found = {}
-    with session.coordination.doing("planning"):
-        if session.launch.process != 0:
-            session.coordination.exchange(None)
-        for name in planners or [kind.name for kind in CHOICES]:
-            try:
-                found[name] = plan(
-                    session.fabric.mesh, name, payload_bytes=payload_bytes, hardware=hardware, cache=cache
-                )
-            except PlanError:
-                if planners:
-                    raise
-        if session.launch.process == 0:
-            session.coordination.exchange(None)
+    if session.launch.process != 0:
+        session.coordination.exchange(None)
+    for name in planners or [kind.name for kind in CHOICES]:
+        try:
+            found[name] = plan(session.fabric.mesh, name, payload_bytes=payload_bytes, hardware=hardware, cache=cache)
+        except PlanError:
+            if planners:
+                raise
+    if session.launch.process == 0:
+        session.coordination.exchange(None)
     return found
 
 

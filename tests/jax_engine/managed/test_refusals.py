@@ -202,9 +202,7 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
         happened.append(f"gave up: {error}")
         raise Ended
 
-    coordination = SimpleNamespace(
-        exchange=lambda fact: happened.append(f"exchanged {fact}"), close=lambda: happened.append("closed")
-    )
+    coordination = SimpleNamespace(exchange=lambda fact: happened.append(f"exchanged {fact}"))
     session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=2), coordination=coordination, give_up=give_up)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: happened.append("shut down"))
     before = sys.excepthook
@@ -214,7 +212,7 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
     assert sys.excepthook == ending._on_error
     ending.close()
     ending.close()
-    assert happened == ["gave up: a typo", "exchanged done", "closed", "shut down"]
+    assert happened == ["gave up: a typo", "exchanged done", "shut down"]
     with pytest.raises(Ended):
         Ending(session, lambda: True).close()
     assert "The script ended in the middle of training" in happened[-1]
@@ -247,8 +245,7 @@ def test_an_error_while_the_links_are_measured_ends_the_process_at_once(
 def test_a_process_alone_shows_the_error_of_its_script_and_leaves_other_hooks_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordination = SimpleNamespace(close=lambda: None)
-    session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=1), coordination=coordination)
+    session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=1))
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     for hook in (sys.__excepthook__, lambda *_: None):  # the second is of a debugger, or of a library for tracebacks
         monkeypatch.setattr(sys, "excepthook", hook)

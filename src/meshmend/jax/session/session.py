@@ -144,7 +144,7 @@ class Session:
         alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
+        with self.timeline.timed("plan") as facts:
             before = len(store)
             if self.launch.process != 0:
                 _check_planned(self.coordination.exchange(None)[0])
@@ -205,7 +205,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None or is_orderly(error):
-            self.coordination.close()
             jax.distributed.shutdown()
         else:
             self.give_up(error)
@@ -225,7 +224,6 @@ class Session:
     def stop(self, number: signal.Signals) -> NoReturn:
         """End the process as a signal would, in order: with all others, when each of them has come to this point."""
         self.coordination.exchange("stopped")
-        self.coordination.close()
         jax.distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -275,7 +273,6 @@ def initialize(
     *,
     host_index: int | str | Sequence[int] | None = None,
     launch: Launch | None = None,
-    heartbeat_s: int | None = None,
     timeout_s: int = 30,
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
@@ -292,13 +289,8 @@ def initialize(
     environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
     in the order of their hosts.
 
-    `heartbeat_s`: a process that JAX has not heard from for so long counts as dead, and then all processes end. It is
-    for hosts that freeze or lose their network; a process that dies breaks its connections, which the next collective
-    detects at once. A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an
-    overloaded CPU) for dead. By default 10 s, and 100 s under `meshmend run`, whose store looks after the hosts.
     `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies before it has
-    joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive, and it counts
-    as dead when it has been silent for so long.
+    joined. Later, all end if JAX has not heard from one for 10 s, or for 100 s under `meshmend run`.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. On CPU devices there is none. `timeline` is a file for this host's
@@ -329,7 +321,8 @@ def initialize(
                 launched.n_processes,
                 launched.process,
                 coordinator_bind_address=listening,
-                heartbeat_timeout_seconds=heartbeat_s or (100 if launched.hosts else 10),
+                # The store of `meshmend run` finds hosts that freeze, and a busy process must not be taken for dead.
+                heartbeat_timeout_seconds=100 if launched.hosts else 10,
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
                 cluster_detection_method="deactivate",
@@ -338,7 +331,7 @@ def initialize(
         if _platform() in ("", "cpu"):
             listen_where_reached(launched)
         joined = time.time()
-        coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+        coordination = Coordination(launched.process, launched.n_processes)
         if not _knows_coordinates(host_index):
             hosts, numbers = _find_hosts(shape, host, host_index, launched, coordination)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
