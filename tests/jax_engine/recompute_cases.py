@@ -19,6 +19,7 @@ from jax import lax
 from scipy.stats import binom
 
 import meshmend.jax as mmj
+from meshmend.jax.checks.recompute import Recompute
 from meshmend.jax.data.example_keys import RandomKey
 from meshmend.jax.job.model import Model
 from meshmend.jax.session.coordination import Coordination
@@ -107,7 +108,8 @@ class Bench:
         self.fabric = fabric
         self.n_chips = fabric.mesh.n_chips
         model = Model(loss, optax.sgd(0.1), PARAMS, fault(self.n_chips), RandomKey.of(7))
-        self.recompute = mmj.checks.Recompute(gradients or model.gradients, fabric, **{"every": 1, **options})
+        given = {"exchange": lambda fact: [fact], "every": 1, **options}
+        self.recompute = Recompute(gradients or model.gradients, fabric, **given)
         self.params = jax.device_put(PARAMS, fabric.sharding())
         source = [{"x": x, "y": y} for x, y in zip(DATA["x"], DATA["y"], strict=True)] if data is None else data
         self.feed = mmj.Feed(source, mmj.KeepGlobal(4 * self.n_chips), threads=0, prefetch=0)

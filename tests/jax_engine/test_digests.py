@@ -17,7 +17,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
-from meshmend.jax.checks.digests import digest_observations
+from meshmend.jax.checks.digests import Disagreement, compare_replicas, digest_observations, replica_digests
 from meshmend.quarantine import Observation
 from meshmend.quarantine.judge import judge
 
@@ -32,9 +32,7 @@ def holed(planner: str = "row-pairs") -> tuple[mmj.Fabric, mmj.Program]:
 
 @cache
 def digest_on(fabric: mmj.Fabric, *shardings: Any) -> Any:
-    return jax.jit(
-        lambda params, program: mmj.checks.replica_digests(params, program, fabric, shardings=dict(shardings) or None)
-    )
+    return jax.jit(lambda params, program: replica_digests(params, program, fabric, shardings=dict(shardings) or None))
 
 
 def by_hand(array: np.ndarray[Any, Any], piece: int) -> list[int]:
@@ -76,11 +74,11 @@ def test_digests_are_those_of_pythons_integers(dtype: str, monkeypatch: pytest.M
     fabric, program = holed()
     values = np.random.default_rng(3).normal(size=(3, 5)) * 50
     params = {"a": jnp.asarray(values).astype(dtype), "b": jnp.arange(7, dtype=jnp.int32)}
-    found = np.asarray(jax.jit(mmj.checks.replica_digests, static_argnums=2)(params, program, fabric))
+    found = np.asarray(jax.jit(replica_digests, static_argnums=2)(params, program, fabric))
     assert found.shape == (1, 12, 4)
     wanted = by_hand(np.asarray(params["a"]), 7) + by_hand(np.asarray(params["b"]), 7)
     assert found[0].tolist() == [wanted] * 12
-    assert mmj.checks.compare_replicas(found, params, fabric) == []
+    assert compare_replicas(found, params, fabric) == []
 
 
 def inject(count: int, seed: int) -> None:
@@ -95,10 +93,10 @@ def inject(count: int, seed: int) -> None:
         bit = number % (8 * leaf.dtype.itemsize)
         device, element = int(rng.integers(12)), int(rng.integers(leaf.size))
         broken = {**params, name: with_copy(params[name], device, flipped(leaf, element, bit))}
-        found = mmj.checks.compare_replicas(digest_on(fabric)(broken, program), params, fabric)
+        found = compare_replicas(digest_on(fabric)(broken, program), params, fabric)
         where = f"params['{name}'], elements 0 to {leaf.size - 1}"
         piece = "bw".index(name)
-        expected = mmj.checks.Disagreement(fabric.mesh.chip(device), where, 11, 12, piece)
+        expected = Disagreement(fabric.mesh.chip(device), where, 11, 12, piece)
         assert found == [expected], (name, bit, device, element)
 
 
@@ -118,7 +116,7 @@ def test_swapped_words_flipped_signs_and_shifted_zeros_are_noticed() -> None:
     observations = plain.copy()
     observations[0, :2] *= -1  # the top bit of two words, which a sum of words would not notice
     for changed in (plain[::-1].copy(), observations, np.roll(plain, 1)):
-        found = mmj.checks.compare_replicas(digest_on(fabric)(with_copy(params, 5, changed), program), params, fabric)
+        found = compare_replicas(digest_on(fabric)(with_copy(params, 5, changed), program), params, fabric)
         assert [one.chip for one in found] == [fabric.mesh.chip(5)]
 
 
@@ -126,9 +124,7 @@ def test_without_a_majority_everybody_is_listed_and_nobody_named() -> None:
     fabric = mmj.discover(jax.devices()[:2], shape="1x2")
     program = mmj.install(mm.plan(fabric.mesh, "two-color"), fabric)
     params = jax.device_put(np.ones(3, np.float32), fabric.sharding())
-    found = mmj.checks.compare_replicas(
-        digest_on(fabric)(with_copy(params, 1, np.zeros(3, np.float32)), program), params, fabric
-    )
+    found = compare_replicas(digest_on(fabric)(with_copy(params, 1, np.zeros(3, np.float32)), program), params, fabric)
     assert [(one.chip, one.agreeing, one.of) for one in found] == [((0, 0), 0, 2), ((0, 1), 0, 2)]
 
 
@@ -142,14 +138,14 @@ def test_inside_tiles_chips_of_the_same_slot_are_compared() -> None:
     digested = run(params, program)
     assert digested.shape == (4, 3, 2)
     assert len({*np.asarray(digested)[:, 0, 1].tolist()}) == 4  # each place of a tile has a shard of its own
-    assert mmj.checks.compare_replicas(digested, params, fabric, shardings=shardings) == []
+    assert compare_replicas(digested, params, fabric, shardings=shardings) == []
     for number, device in enumerate(fabric.jax_mesh.devices.flat):
         at = next(i for i, shard in enumerate(params["w"].addressable_shards) if shard.device == device)
         shard = np.asarray(params["w"].addressable_shards[at].data)
         broken = {**params, "w": with_copy(params["w"], at, flipped(shard, 2, 11))}
-        (found,) = mmj.checks.compare_replicas(run(broken, program), params, fabric, shardings=shardings)
+        (found,) = compare_replicas(run(broken, program), params, fabric, shardings=shardings)
         chips = fabric.chips.jax_mesh.devices.tolist()
-        assert found == mmj.checks.Disagreement(
+        assert found == Disagreement(
             fabric.chips.mesh.chip(chips.index(device)), "params['w'], elements 0 to 5", 2, 3, 1
         ), number
 
@@ -161,7 +157,7 @@ def test_two_cores_a_chip_are_compared_core_by_core() -> None:
     order = fabric.jax_mesh.devices.flatten().tolist()
     at = next(i for i, shard in enumerate(params.addressable_shards) if shard.device == order[5])
     broken = with_copy(params, at, flipped(np.ones((4, 4), np.float32), 3, 30))
-    (found,) = mmj.checks.compare_replicas(digest_on(fabric)(broken, program), params, fabric)
+    (found,) = compare_replicas(digest_on(fabric)(broken, program), params, fabric)
     assert (found.chip, found.agreeing, found.of) == (fabric.mesh.chip(2), 7, 8)
 
 
@@ -169,7 +165,7 @@ def test_digests_of_other_parameters_are_refused() -> None:
     fabric, program = holed()
     digested = digest_on(fabric)({"w": jnp.ones(3)}, program)
     with pytest.raises(ParameterError, match="The digests are of 1 pieces, but these parameters have 2"):
-        mmj.checks.compare_replicas(digested, {"w": jnp.ones(3), "b": jnp.ones(2)}, fabric)
+        compare_replicas(digested, {"w": jnp.ones(3), "b": jnp.ones(2)}, fabric)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +189,12 @@ def test_one_flip_is_one_observation_however_many_arrays_it_spreads_to(optimizer
     step = jax.jit(jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=(none, none), out_specs=none, check_vma=False))
     params = {"w": jnp.ones((8, 4))}
     tree = jax.device_put((params, optimizer.init(params)), fabric.sharding())
-    digest = jax.jit(mmj.checks.replica_digests, static_argnums=2)
+    digest = jax.jit(replica_digests, static_argnums=2)
     seen: list[Observation] = []
     for number in range(1, 9):
         tree = step(tree, number == 4)
         if number in (6, 8):
-            found = mmj.checks.compare_replicas(digest(tree, program, fabric), tree, fabric)
+            found = compare_replicas(digest(tree, program, fabric), tree, fabric)
             assert {one.chip for one in found} == {(1, 0)}
             assert len(found) == n_copies
             observations = [

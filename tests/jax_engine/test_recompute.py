@@ -33,7 +33,7 @@ from jax_engine.recompute_cases import (
 from jax_engine.test_digests import by_hand
 from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.recompute import choose_rows
+from meshmend.jax.checks.recompute import Part, Recompute, choose_rows
 from meshmend.jax.job.model import Model
 from meshmend.quarantine.judge import judge
 
@@ -67,7 +67,7 @@ def inject(bench: Bench, injections: int, seed: int) -> None:
         assert named([observation]) == [[chip_name(bench.fabric, chip)]], (name, bit, chip, element)
         assert observation.numbers == {"agree": min(4, bench.n_chips - 1), "differ": 1, "times": min(5, bench.n_chips)}
         assert "differs from that of chip" in observation.evidence
-        assert bench.recompute.is_deterministic
+        assert not bench.recompute.why_off
 
 
 def test_a_flip_of_every_bit_is_named_at_once_and_confirmed() -> None:
@@ -176,11 +176,11 @@ def on_callback(chips: Any) -> Any:
 
 def test_a_program_that_gives_something_else_each_time_is_found_out_once() -> None:
     bench = Bench(fabric_of("2x2", []), on_callback([True] * 4))
-    with pytest.warns(RuntimeWarning, match=r"4 of 4 chips computed other gradients .* the second time.*every=0"):
+    with pytest.warns(
+        RuntimeWarning, match=r"4 of 4 chips computed other gradients .* the second time.*recompute_every=0"
+    ):
         assert bench.check() == ()
-    assert not bench.recompute.is_deterministic
     assert bench.recompute.why_off
-    assert not bench.recompute.is_due(20)
     assert bench.check() == ()
 
 
@@ -188,7 +188,7 @@ def test_one_chip_that_does_not_reproduce_itself_is_a_suspect() -> None:
     bench = Bench(fabric_of("2x2", []), on_callback([False, True, False, False]))
     (observation,) = bench.check()
     assert named([observation]) == [["0,1"]]
-    assert bench.recompute.is_deterministic
+    assert not bench.recompute.why_off
     pair = Bench(fabric_of("1x2", []), on_callback([True, False]))
     (observation,) = pair.check()
     assert named([observation]) == [["0,0"]]
@@ -204,7 +204,7 @@ def test_a_program_that_depends_on_the_chip_is_found_out() -> None:
     bench = Bench(fabric_of("2x3", ["0,1"]), gradients)
     with pytest.warns(RuntimeWarning, match=r"5 of 5 chips .* The loss depends on the chip: by lax.axis_index"):
         assert bench.check() == ()
-    assert not bench.recompute.is_deterministic
+    assert bench.recompute.why_off
 
 
 def test_a_dataset_that_gives_something_else_when_read_again_is_found_out() -> None:
@@ -229,7 +229,7 @@ def test_many_liars_after_a_clean_check_are_observations_not_the_program() -> No
         warnings.simplefilter("error")
         observations = bench.check(fault(4, [0, 1, 2], [1, 2, 3]))
     assert {name for names in named(observations) for name in names} >= {"0,0", "0,1", "1,0"}
-    assert bench.recompute.is_deterministic
+    assert not bench.recompute.why_off
 
 
 def test_partners_compute_each_others_examples_and_all_meet() -> None:
@@ -287,7 +287,7 @@ def test_a_models_gradients_are_those_of_its_steps() -> None:
     model = Model(lambda w, batch: (batch @ w) ** 2, optax.sgd(1.0), np.ones(3, np.float32), microbatches=3)
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     weights = np.array([1, 0, 1, 1], np.float32)
-    part = mmj.checks.Part(x, jnp.asarray(weights), jnp.zeros((4, 2), jnp.uint32))
+    part = Part(x, jnp.asarray(weights), jnp.zeros((4, 2), jnp.uint32))
     sums = jax.jit(model.gradients)(jnp.ones(3), None, part)
     np.testing.assert_array_equal(sums.gradients, (weights[:, None] * 2 * x.sum(axis=1, keepdims=True) * x).sum(axis=0))
     assert sums.weight == 3
@@ -296,14 +296,11 @@ def test_a_models_gradients_are_those_of_its_steps() -> None:
 def test_what_cannot_be_recomputed_is_refused() -> None:
     tiled = mmj.tile(fabric_of("4x4", []), "2x2", model=4)
     with pytest.raises(ParameterError, match="the chips of a tile compute them together"):
-        mmj.checks.Recompute(lambda *_: None, tiled, every=20)
-    with pytest.raises(ParameterError, match="every is -1"):
-        mmj.checks.Recompute(lambda *_: None, fabric_of(), every=-1)
+        Recompute(lambda *_: None, tiled, lambda fact: [fact], every=20)
     with pytest.raises(ParameterError, match="each from its shards of the parameters"):
         Model(lambda *_: None, optax.sgd(1.0), lambda *_: None).check_recomputable()
-    alone = mmj.checks.Recompute(lambda *_: None, fabric_of("1x1", []), every=20)
+    alone = Recompute(lambda *_: None, fabric_of("1x1", []), lambda fact: [fact], every=20)
     assert alone.why_off == "One chip alone has no partner to compare gradients with."
-    assert not alone.is_due(20)
 
 
 def test_every_device_with_examples_has_some_in_a_half() -> None:
@@ -320,9 +317,3 @@ def test_every_device_with_examples_has_some_in_a_half() -> None:
                     assert any(device + 4 * row < n_examples for row in rows.tolist())
                 seen.add(tuple(rows))
             assert len(seen) > 1 or n_rows == 1 or n_examples <= 4 * ((n_rows + 1) // 2) + 3
-
-
-def test_checks_are_due_at_multiples() -> None:
-    recompute = mmj.checks.Recompute(lambda *_: None, fabric_of("1x2", []), every=20)
-    assert [step for step in range(1, 61) if recompute.is_due(step)] == [20, 40, 60]
-    assert not mmj.checks.Recompute(lambda *_: None, fabric_of("1x2", []), every=0).is_due(0)

@@ -151,30 +151,6 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
     assert f"training again on 20 chips: resumed from step {resumed} (memory)" in printed
 
 
-@pytest.mark.slow
-def test_a_job_whose_loop_sleeps_keeps_copies_as_often_as_one_that_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = {}
-    for pause_s in (0, 2):
-        folder = tmp_path / str(pause_s)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
-        old = "    if step.number %"
-        assert old in text
-        pause = f"    __import__('time').sleep({pause_s} * (step.number % 5 == 0))\n"
-        (folder / "train.py").write_text(text.replace(old, pause + old), encoding="utf-8")
-        with LocalJob([str(folder / "train.py")], Hosts.of("2x2", "1x2"), folder / "shared") as hosts:
-            hosts.start()
-            assert set(hosts.wait(400).values()) == {0}
-        kept[pause_s] = sum(
-            event["event"] == "kept" for event in read_timeline(folder / "shared/timeline/host-0.jsonl")
-        )
-    assert kept[2] >= 0.5 * kept[0]
-    assert kept[0] > 2
-
-
 @pytest.mark.parametrize(("steps", "kill"), [(20, 9), pytest.param(100, 40, marks=pytest.mark.slow)])
 def test_the_command_of_the_first_ten_minutes(steps: int, kill: int, tmp_path: Path) -> None:
     page = (ROOT / "docs/start.md").read_text(encoding="utf-8")

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,9 @@ def test_survivors_wait_for_a_plan_that_another_makes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("service")
 def test_a_plan_that_cannot_be_made_is_the_same_error_everywhere(tmp_path: Path) -> None:
-    ask = partial(Session.plan, params=PARAMS, planner="two-color", cache=tmp_path)
+    def ask(session: Session) -> TrainingPlan:
+        return session.agree_on_plan(lambda _: mmj.plan(FABRIC, PARAMS, planner="two-color"), tmp_path)
+
     first, second = together(sessions(), ask)
     assert isinstance(first, PlanError)
     assert isinstance(second, PlanError)
@@ -183,7 +184,7 @@ def test_processes_that_come_to_different_plans_say_so_before_the_first_step(tmp
 
     def different(session: Session) -> Any:
         planner = ("hamiltonian", "row-pairs")[session.launch.process]
-        return session.plan(PARAMS, planner=planner, cache=tmp_path / planner)
+        return session.agree_on_plan(lambda _: mmj.plan(FABRIC, PARAMS, planner=planner), tmp_path / planner)
 
     for error in together(sessions(), different):
         assert isinstance(error, RestartError)

@@ -40,7 +40,6 @@ from meshmend.jax.session.survivors import (
     processes_of,
 )
 from meshmend.jax.train.plan import TrainingPlan
-from meshmend.jax.train.plan import plan as plan_training
 from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
 from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
 from meshmend.launch.environment import Launch, read_launch
@@ -117,23 +116,6 @@ class Session:
             )
         self.timeline.note("tiles", tiles=fabric.mesh.n_chips, chips=fabric.n_chips, wasted=fabric.tiling.n_wasted)
         return replace(self, fabric=fabric, cut=cut)
-
-    def plan(
-        self,
-        params: Any,
-        *,
-        cache: PlanCache | str | Path | None = None,
-        budget_s: float = RECOVERY_BUDGET_S,
-        **what: Any,
-    ) -> TrainingPlan:
-        """Return the proven plan for training these parameters on the survivors: from the cache, or made now.
-
-        `params` and all that follows is as in `mmj.plan`, which every process asks for its fabric. `meshmend prepare`
-        fills the cache beforehand; what is not in it is planned within `budget_s`, because training waits for it.
-        """
-        return self.agree_on_plan(
-            lambda store: plan_training(self.fabric, params, cache=store, budget_s=budget_s, **what), cache
-        )
 
     def agree_on_plan(
         self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
