@@ -12,10 +12,10 @@ import pytest
 
 import meshmend
 import meshmend.jax as mmj
-from jax_engine.compiling.job_programs import recorded_compilations
-from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, alone, loss, train
-from jax_engine.managed.test_fsdp_job import FSDP
-from jax_engine.managed.test_tiled_job import SHARDINGS, SPLIT
+from jax_engine.compile.job_programs import recorded_compilations
+from jax_engine.job.job_cases import BATCH, DATASET, PARAMS, alone, loss, train
+from jax_engine.job.test_fsdp_job import FSDP
+from jax_engine.job.test_tiled_job import SHARDINGS, SPLIT
 from meshmend.errors import RestartError
 from meshmend.launch.signing import FILE_KEY
 

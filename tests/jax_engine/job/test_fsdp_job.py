@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import (
+from jax_engine.job.job_cases import (
     BATCH,
     DATASET,
     PARAMS,

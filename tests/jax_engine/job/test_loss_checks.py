@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import BATCH, HOLED, ONE, PARAMS, WHOLE, alone, job, loss, train
+from jax_engine.job.job_cases import BATCH, HOLED, ONE, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
 

@@ -9,7 +9,7 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine import two_hosts
+from jax_engine.data import two_hosts
 from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 
@@ -210,7 +210,7 @@ def test_reading_ahead_changes_nothing(options: dict[str, int]) -> None:
 
 
 def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
-    first, second = run_two("jax_engine.two_hosts", timeout_s=120)
+    first, second = run_two("jax_engine.data.two_hosts", timeout_s=120)
     alone = two_hosts.train(fabric_of(*two_hosts.FAILED))
     assert first["params"] == second["params"] == alone["params"]
     assert first["used"] == second["used"] == alone["used"]

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, assert_same_bits, loss
+from jax_engine.job.job_cases import BATCH, DATASET, PARAMS, assert_same_bits, loss
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.data.exactly_once import check_positions
 from meshmend.jax.session import Session, initialize_alone

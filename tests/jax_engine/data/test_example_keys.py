@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import DATASET, HOLED, N_SAMPLES, alone
+from jax_engine.job.job_cases import DATASET, HOLED, N_SAMPLES, alone
 from meshmend.errors import ParameterError
 from meshmend.jax.data.example_keys import make_feed, with_offsets
 

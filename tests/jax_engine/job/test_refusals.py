@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
+from jax_engine.job.job_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.job.exit import Ending
 from meshmend.jax.session.coordination import Coordination

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
-from jax_engine.compiling.job_programs import build
+from jax_engine.compile.job_programs import build
 from meshmend.jax.compile.for_topology import slice_fabric
 from meshmend.jax.job.run import AHEAD_AFTER
 from meshmend.jax.session import Session, initialize_alone, survivors

@@ -13,7 +13,7 @@ from typing import Any
 import optax
 import pytest
 
-from jax_engine.managed import managed_cases as cases
+from jax_engine.job import job_cases as cases
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED, TERMINATED = "KeyboardInterrupt()", "SystemExit(143)"

@@ -29,7 +29,7 @@ MORE = {"fsdp": ["jit__lambda"] * 3, "checks": ["jit_replica_digests"], "recompu
 def run(*words: str) -> Any:
     """Compile in a process of its own, which the compiler may abort."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "jax_engine.compiling.job_programs", *words]
+    command = [sys.executable, "-m", "jax_engine.compile.job_programs", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

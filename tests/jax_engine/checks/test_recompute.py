@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import meshmend.jax as mmj
-from jax_engine.recompute_cases import (
+from jax_engine.checks.recompute_cases import (
     DATA,
     LAST,
     PARAMS,
@@ -30,7 +30,7 @@ from jax_engine.recompute_cases import (
     simple,
     with_copy,
 )
-from jax_engine.test_digests import by_hand
+from jax_engine.checks.test_digests import by_hand
 from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import Part, Recompute, choose_rows
@@ -278,7 +278,7 @@ def test_partners_compute_each_others_examples_and_all_meet() -> None:
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds() -> None:
-    first, second = run_two("jax_engine.recompute_cases", timeout_s=300)
+    first, second = run_two("jax_engine.checks.recompute_cases", timeout_s=300)
     assert len(first) == 4
     assert first == second == several_checks(Bench(fabric_of()))
 

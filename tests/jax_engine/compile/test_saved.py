@@ -337,7 +337,7 @@ def run_job(shared: Path, steps: int, update: str, *, key: bytes = KEY) -> Any:
         FILE_KEY: key.hex(),
         KEY_ENDS: "1",  # so that checkpoints are not signed with it, and the next run reads them
     }
-    words = [sys.executable, "-m", "jax_engine.compiling.saved_job", str(shared), str(steps), update]
+    words = [sys.executable, "-m", "jax_engine.compile.saved_job", str(shared), str(steps), update]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

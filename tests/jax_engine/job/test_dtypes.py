@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_engine.managed.managed_cases import DATASET, PARAMS, job, loss, train
+from jax_engine.job.job_cases import DATASET, PARAMS, job, loss, train
 from meshmend.errors import ParameterError
 from meshmend.jax.job.model_state import outputs_that_depend
 

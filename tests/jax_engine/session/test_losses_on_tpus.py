@@ -186,7 +186,7 @@ def run(*words: str, cwd: Path) -> Any:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
         "MESHMEND_MEMORY": str(cwd / "memory"),
     }
-    command = [sys.executable, "-W", "ignore", "-m", "jax_engine.job.job_of_tpus", *words]
+    command = [sys.executable, "-W", "ignore", "-m", "jax_engine.session.job_of_tpus", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -229,6 +229,6 @@ def test_libtpus_cache_keys_are_those_of_the_restarted_job(
 
 def test_a_process_compiles_for_the_loss_of_its_own_host() -> None:
     """Then none of the devices is its own. Two real processes, of which the first compiles for the second's."""
-    first, second = run_two("jax_engine.job.loss_of_own_host", timeout_s=300)
+    first, second = run_two("jax_engine.session.loss_of_own_host", timeout_s=300)
     assert first == {"replicated": True, "fused": True, "two-phase": True}
     assert second == {}

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import meshmend.jax as mmj
-from jax_engine.managed.managed_cases import (
+from jax_engine.job.job_cases import (
     BATCH,
     DATASET,
     HOLED,
