@@ -56,9 +56,11 @@ def train(job: mmj.Job, steps: int, **options: Any) -> tuple[list[float], list[n
     return losses, samples, job.params
 
 
-def plain_training(samples: Sequence[np.ndarray], loss: Any = loss, params: Any = PARAMS) -> tuple[list[float], Any]:
+def plain_training(
+    samples: Sequence[np.ndarray], loss: Any = loss, params: Any = PARAMS, optimizer: Any = None
+) -> tuple[list[float], Any]:
     """The same batches on one device, with nothing but optax."""
-    optimizer = optax.adam(0.02)
+    optimizer = optax.adam(0.02) if optimizer is None else optimizer
     state = optimizer.init(params)
     losses = []
 

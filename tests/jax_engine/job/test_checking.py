@@ -30,12 +30,6 @@ GOES_BACK = pytest.mark.filterwarnings("ignore:Resuming from memory at step 4; s
 CHECKS = mmj.Checks(digests_every=EVERY, recompute_every=EVERY)
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-    return tmp_path / "memory"
-
-
 def session(shared: Path) -> Session:
     fabric = mmj.discover(jax.devices()[:8], shape="2x4")
     return initialize_alone(fabric, quarantine=shared, timeline=timeline_of(shared, 0))

@@ -11,34 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from jax_engine.job.job_cases import DATASET, PARAMS, job, loss, train
+from jax_engine.job.job_cases import PARAMS, job, plain_training, train
 from meshmend.errors import ParameterError
 from meshmend.jax.job.model_state import outputs_that_depend
 
 INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=0.02)
 BFLOAT16 = PARAMS | {"w": PARAMS["w"].astype(jnp.bfloat16)}
 """The layer "out", which is the first, has float32, and with it all numbers of `INJECTED`: its moments become that."""
-
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-
-
-def plain_training(optimizer: Any, samples: Any, params: Any) -> tuple[list[float], Any, Any]:
-    """With nothing but optax and jit, on one device."""
-    state, losses = optimizer.init(params), []
-
-    @jax.jit
-    def update(params: Any, state: Any, batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    for rows in samples:
-        params, state, value = update(params, state, {name: array[rows] for name, array in DATASET.items()})
-        losses.append(float(value))
-    return losses, params, state
 
 
 @pytest.mark.parametrize("update", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])
@@ -51,8 +30,9 @@ def test_a_state_that_changes_its_dtypes_in_the_first_update_trains_and_resumes(
         samples += rows
         part.close()
     assert (part.resumed.source, part.resumed.step) == ("memory", 2)
-    wanted, expected, state = plain_training(INJECTED, samples, BFLOAT16)
+    wanted, expected = plain_training(samples, params=BFLOAT16, optimizer=INJECTED)
     assert INJECTED.init(BFLOAT16).inner_state[0].mu["w"].dtype == jnp.bfloat16
+    _, state = INJECTED.update(BFLOAT16, INJECTED.init(BFLOAT16), BFLOAT16)
     assert state.inner_state[0].mu["w"].dtype == jnp.float32, "the oracle's state changes, too"
     # A bfloat16 weight has 8 bits; those of a sharded update are rounded once more, from their shards.
     np.testing.assert_allclose(losses, wanted, rtol=1e-2)

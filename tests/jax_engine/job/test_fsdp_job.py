@@ -31,11 +31,6 @@ ENDS = PARAMS | {"none": np.zeros((0, 4), np.float32)}
 WHOLE, HOLED = "2x3", "2x3 minus 0,0"
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-
-
 def layer(w: Any, x: Any) -> Any:
     return x + jnp.tanh(x @ w["w"])
 

@@ -42,8 +42,7 @@ def steps_of(shared: Path, body: Callable[[int], None], steps: int = 40, **optio
 
 
 @pytest.fixture(autouse=True)
-def handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
+def handlers() -> Any:
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert [signal.getsignal(number) for number in SIGNALS] == before, "whoever had them before has them again"

@@ -35,12 +35,6 @@ from meshmend.jax.job.model import Model
 STEPS = 9  # of 4 per epoch, the last of each with 4 samples
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-    return tmp_path / "memory"
-
-
 @pytest.mark.parametrize(("machine", "update"), [(ONE, "replicated"), (HOLED, "sharded")])
 def test_the_trajectory_is_that_of_plain_optax_on_one_device(machine: str, update: Any, tmp_path: Path) -> None:
     losses, samples, params = train(job(tmp_path / "shared", machine), STEPS, update=update)

@@ -25,11 +25,6 @@ REFUSED = r"An example's loss depends on the other examples of its batch: it is 
 STATE = {"mean": np.zeros(5, np.float32)}
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-
-
 def normalised(hidden: Any, over: int) -> Any:
     """Normalise over examples (0), as batch normalisation does, or over an example's own features (1)."""
     mean = hidden.mean(axis=over, keepdims=True)

@@ -47,7 +47,6 @@ MORE = {
 def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
     monkeypatch.setattr("meshmend.jax.engine.fabric.options_for", lambda *_: OPTION)
     of_job, of_training = KINDS[kind]
     with recorded_compilations() as compiled:
@@ -69,7 +68,6 @@ def test_a_job_of_one_process_ends_if_its_saved_program_is_not_the_one_of_its_sc
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that is found after its last step: the loss reads a value from the environment while it is traced."""
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
     monkeypatch.setenv(FILE_KEY, "ab" * 32)
 
     def scaled(params: Any, batch: Any) -> Any:

@@ -26,11 +26,6 @@ from meshmend.planning import StepDemands
 from meshmend.schedule import Collective
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-
-
 class TwoProcesses(Coordination):
     """Another process answers with what `change` makes of each fact."""
 

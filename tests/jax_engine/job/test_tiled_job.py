@@ -33,11 +33,6 @@ SPLIT: dict[str, Any] = {"w": np.concatenate([PARAMS["w"], PARAMS["w"][:, :3]], 
 """Parameters that divide by the chips of a tile."""
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
-
-
 def tiled_job(shared: Path, machine: str, **options: Any) -> mmj.Job:
     return mmj.Job(shared, BATCH, session=alone(machine), planner="weave", disk_every=0, tile="2x2", **options)
 
