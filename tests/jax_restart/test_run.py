@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import yaml
 
 from meshmend.launch.processes import children, free_port
 from meshmend.launch.timeline import Line, read_timeline
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 CRD = os.environ.get("JOBSET_CRD")
@@ -228,10 +228,7 @@ def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> No
         driver.send_signal(number)
         assert driver.stderr.read().splitlines()[-1] == b"Error: Interrupted."
         assert driver.wait(30) == 130
-    until = time.monotonic() + 10
-    while [pid for pid in below if Path(f"/proc/{pid}").exists()] and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), timeout_s=10)
     assert len(below) >= 7  # the store; two hosts, what starts their workers, and the workers
 
 

@@ -31,6 +31,7 @@ from meshmend.launch import timeline as timelines
 from meshmend.launch.local import worker_environment
 from meshmend.launch.timeline import process_started_at
 from meshmend.launch.warm import jax_settings
+from waiting import until
 
 
 def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
@@ -278,9 +279,7 @@ def test_a_timeline_on_a_disk_that_hangs_does_not_stop_the_job(tmp_path: Path, m
     assert [event["number"] for event in timeline.events] == list(range(40))
     assert [event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")] == [0]
     back.set()
-    end = time.monotonic() + 60
-    while timeline._hangs and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: not timeline._hangs)
     # What was left is written, in order, and events wait for their lines again.
     monkeypatch.setattr(timelines, "HUNG_AFTER_S", 60)
     timeline.note("step", number=40)

@@ -61,9 +61,9 @@ class Feed:
 
     `source` is an array, or a dict or tuple of arrays with one row per sample; anything with `len` and `[i]`, asked by
     several threads; or a `grain.MapDataset` with the caller's own transformations, one sample per element (not batched,
-    filtered or repeated). The order of an epoch is a permutation
-    that depends only on `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record.
-    `threads` (for arrays one) read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
+    filtered or repeated). The order of an epoch is a permutation that depends only on `seed` and the epoch; random
+    transformations (`random_map`) depend on the epoch and the record. `threads` (for arrays one) read ahead up to
+    `prefetch` batches; 0 threads reads in the loop itself.
 
     >>> import jax, numpy as np, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
