@@ -190,23 +190,6 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8, then 4 chips in \d+ s", lines[-1])
 
 
-def test_a_planner_that_cannot_serve_the_next_loss_ends_the_job_at_its_start(tmp_path: Path) -> None:
-    """Once on every host, before a step: an error that a restart would repeat is not tried again."""
-    script = SCRIPT.replace("global_batch=64", 'global_batch=64, planner="hamiltonian", hardware="cpu-xla"')
-    (tmp_path / "train.py").write_text(script)
-    words = ["run", "--local", "2x2", "--host", "1x1", "--shared", "shared", "train.py"]
-    command = [sys.executable, "-m", "meshmend", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "PlanError: hamiltonian cannot plan for 2x2 minus 1x1@0,0: it needs holes made of whole 2×2" in done.stdout
-    assert "The loss of host 0 would leave this mesh and end the job" in done.stdout
-    assert "Use planner='auto'" in done.stdout
-    assert done.stdout.count("Traceback") == 1
-    assert "A restart would raise it again" in done.stderr
-    assert re.findall(r"round \d+: host.*", done.stdout) == ["round 1: hosts 0, 1, 2, 3 start"]
-    assert not events_of(tmp_path / "shared", "step")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
     script = "import os, time; print('waiting', os.environ['MESHMEND_HOST']); time.sleep(600)"

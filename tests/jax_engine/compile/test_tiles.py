@@ -9,10 +9,8 @@ import sys
 from collections import Counter
 
 import pytest
-from typer.testing import CliRunner
 
 from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
-from meshmend.cli import app
 from meshmend.jax.compile import for_topology
 
 needs_libtpu = pytest.mark.skipif(
@@ -74,18 +72,6 @@ def test_only_the_plans_permutes_cross_tiles(topology: str, side: str, hole: str
     reach = {(kind, where): n for kind, where, n in answer["reach"]}
     assert reach["collective-permute", STRAIGHT] == answer["lanes"]
     assert set(reach) == {("collective-permute", STRAIGHT), ("all-reduce", INSIDE)}
-
-
-@needs_libtpu
-@pytest.mark.slow  # the command itself runs with docs/jax.md
-def test_the_command_compiles_for_tiles() -> None:
-    words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--payload", "1MB", "--json"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
-    assert (facts["tile"], facts["devices_per_tile"], facts["wasted_chips"], facts["chips"]) == ("2x2", 4, 3, 3)
-    assert facts["other_collectives"] == 0
-    assert facts["permutes"] > 0
 
 
 @needs_libtpu

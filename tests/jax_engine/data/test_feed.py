@@ -201,14 +201,6 @@ def test_sources_and_positions_that_make_no_sense_are_refused() -> None:
         feed.batches(fabric_of(), at=mmj.Position(0, 83))
 
 
-@pytest.mark.parametrize("options", [{"threads": 0}, {"prefetch": 0}, {"threads": 3, "prefetch": 1}])
-def test_reading_ahead_changes_nothing(options: dict[str, int]) -> None:
-    wanted = list(mmj.Feed(Source(), mmj.KeepGlobal(32)).batches(fabric_of(), epochs=1))
-    got = list(mmj.Feed(Source(), mmj.KeepGlobal(32), **options).batches(fabric_of(), epochs=1))
-    for ours, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours.data["x"]), np.asarray(theirs.data["x"]))
-
-
 def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
     first, second = run_two("jax_engine.data.two_hosts", timeout_s=120)
     alone = two_hosts.train(fabric_of(*two_hosts.FAILED))

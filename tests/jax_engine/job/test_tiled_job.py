@@ -19,7 +19,6 @@ from jax_engine.job.job_cases import (
     PARAMS,
     alone,
     assert_close,
-    assert_same_bits,
     loss,
     plain_training,
     train,
@@ -102,14 +101,3 @@ def test_losses_ahead_are_cut_into_tiles_too() -> None:
     assert replace(session, fabric=lone).in_tiles("2x2").fabric.mesh.n_chips == 4
     with pytest.raises(RestartError, match="Host 7 has no chip in any of the 4 tiles of 2x2 chips"):
         replace(session, host_of_process=(0, 7)).in_tiles("2x2")
-
-
-@pytest.mark.slow
-def test_the_same_chips_give_the_same_bits(tmp_path: Path) -> None:
-    whole = tiled_job(tmp_path / "whole", "4x4")
-    expected = train(whole, 4, params=SPLIT, shardings=SHARDINGS)[2]
-    for steps in (2, 4):
-        job = tiled_job(tmp_path / "parts", "4x4")
-        params = train(job, steps, params=SPLIT, shardings=SHARDINGS)[2]
-        job.close()
-    assert_same_bits(params, expected)
