@@ -52,6 +52,7 @@ def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens:
 
     import meshmend as mm
     import meshmend.jax as mmj
+    from meshmend.jax.checks.digests import replica_digests
 
     fabric = mmj.discover(shape=shape, failed=[hole] if hole else [])
     program = mmj.install(mm.plan(fabric.mesh, planner), fabric)
@@ -62,7 +63,7 @@ def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens:
     training = mmj.train_step(loss, optimizer, fabric)
     state = jax.jit(training.init)(params, program)
     step = jax.jit(training.step).lower(params, state, batch, program).compile()
-    digest = jax.jit(mmj.checks.replica_digests, static_argnums=2).lower(params, program, fabric).compile()
+    digest = jax.jit(replica_digests, static_argnums=2).lower(params, program, fabric).compile()
     what: dict[str, Callable[[], Any]] = {
         "step": lambda: step(params, state, batch, program)[2],
         "digests": lambda: digest(params, program),
@@ -115,6 +116,7 @@ def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any
 
     import meshmend as mm
     import meshmend.jax as mmj
+    from meshmend.jax.checks.digests import compare_replicas, replica_digests
 
     fabric = mmj.discover(shape=shape)
     program = mmj.install(mm.plan(fabric.mesh, planner), fabric)
@@ -145,7 +147,7 @@ def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any
             return (params, state), None
 
         held, _ = lax.scan(one, (params, state), first + jnp.arange(every))
-        return *held, mmj.checks.replica_digests(held[0], program, fabric)
+        return *held, replica_digests(held[0], program, fabric)
 
     weights = {"narrow": jnp.ones(24, jnp.bfloat16), "wide": jnp.ones(24)}
     params = jax.device_put(weights, fabric.sharding())
@@ -155,7 +157,7 @@ def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any
     begun = time.perf_counter()
     for first in range(0, steps, every):
         params, state, digests = compiled(params, state, jnp.int32(first), program)
-        alarms += [str(one) for one in mmj.checks.compare_replicas(digests, params, fabric)]
+        alarms += [str(one) for one in compare_replicas(digests, params, fabric)]
     return {
         "chips": n_chips,
         "steps": -(-steps // every) * every,

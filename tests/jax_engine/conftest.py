@@ -16,7 +16,7 @@ if version("jax").startswith("0.10."):  # later ones have no such flag
 """Most of these tests' time is XLA's compiler, and this halves it; what programs mean does not depend on it. Jobs,
 pages and examples, which run in processes of their own, and the slow tests have XLA as users have it."""
 
-SAME_PROGRAMS = ("managed", "state")
+SAME_PROGRAMS = ("job", "state")
 """Tests that compile the same few train steps over and over, in jobs that start again."""
 
 

@@ -146,17 +146,6 @@ def test_refused(words: list[str], message: str) -> None:
     assert message in " ".join(done.stderr.split())
 
 
-def test_torch_is_not_needed(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('there is no torch here')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = ("--shape", "1x2", "--payload", "4kB", "--hardware", "cpu-xla", "--repeat", "1")
-    done = meshmend("bench", *words, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
-    assert "psum" in done.stdout
-    assert "off by" in done.stdout
-
-
 def test_text_for_a_log() -> None:
     results = [
         {"case": case, "payload_bytes": 4000, "seconds": seconds, "median_s": seconds, "planner": planner, "steps": 5}

@@ -14,7 +14,7 @@ import pytest
 import meshmend
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine.compiling.job_programs import recorded_compilations
+from jax_engine.compile.job_programs import recorded_compilations
 from meshmend.jax.compile import for_topology
 from meshmend.jax.compile.for_topology import CompilerError, compile_step, slice_fabric
 from meshmend.jax.engine import compiler_options

@@ -144,7 +144,6 @@ def test_weights_make_a_true_mean() -> None:
 
 def test_a_feed_pads_what_does_not_divide() -> None:
     """Eight examples over three tiles: rows of three, one of them padding, shared by the devices of a tile."""
-    pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
     x = examples(8)
     feed = mmj.Feed(x, mmj.KeepGlobal(8))
     (batch,) = feed.batches(fabric(), epochs=1)

@@ -72,38 +72,30 @@ def test_gloo_listens_at_the_address_that_it_is_given() -> None:
 
 def test_the_coordination_service_keeps_values(store: KeyValueStore) -> None:
     store.set("here", "one")
-    assert (store.get("here"), store.wait_for("here", 0.05)) == ("one", "one"), NO_STORE
+    assert store.wait_for("here", 0.05) == "one", NO_STORE
     with pytest.raises(RuntimeError, match="ALREADY_EXISTS"):
         store.set("here", "two")
-    store.set("here", "two", overwrite=True)
-    assert store.get("here") == "two", NO_STORE
     store.delete("here")
     store.delete("here")
-    assert store.get("here") is None, NO_STORE
+    assert store.wait_for("here", 0.05) is None, NO_STORE
 
 
 def test_a_value_that_is_not_there_is_no_error(store: KeyValueStore) -> None:
-    """By the texts of two errors: DEADLINE_EXCEEDED and NOT_FOUND."""
+    """By the text of an error: DEADLINE_EXCEEDED."""
     try:
-        found = store.get("nowhere"), store.wait_for("nowhere", 0.05)
+        found = store.wait_for("nowhere", 0.05)
     except RuntimeError as error:
         pytest.fail(f"{NO_STORE} ({error})")
-    assert found == (None, None), NO_STORE
+    assert found is None, NO_STORE
 
 
 def test_a_service_that_is_gone_is_an_error() -> None:
     class Gone:
-        def key_value_try_get(self, key: str) -> str:
+        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
 
-        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-            return self.key_value_try_get(key)
-
-    store = KeyValueStore(Gone())
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        store.get("key")
-    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        store.wait_for("key", 0.01)
+        KeyValueStore(Gone()).wait_for("key", 0.01)
 
 
 def test_jaxs_own_client_is_found_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

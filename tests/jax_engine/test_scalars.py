@@ -17,6 +17,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
+from meshmend.jax.checks.digests import replica_digests
 from meshmend.jax.engine.program import UPDATES, Update, abstract_program
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 
@@ -244,7 +245,7 @@ def test_tiles_do_not_run_the_plan_twice_either() -> None:
 @pytest.mark.parametrize("kind", UPDATES)
 def test_digests_of_replicas_take_the_program_for_scalars(kind: Update) -> None:
     fabric, program, (params, _) = holed(), program_of(kind), whole_numbers()
-    digests = partial(mmj.checks.replica_digests, fabric=fabric)
+    digests = partial(replica_digests, fabric=fabric)
     assert count(digests, params, program)[1] == lanes_of(program.scalars)
     found = np.asarray(jax.jit(digests)(params, program))
     assert found.shape == (1, 12, 1)

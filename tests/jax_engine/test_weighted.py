@@ -24,7 +24,6 @@ def machine(n_chips: int, kind: str) -> tuple[mmj.Fabric, Any]:
 
 
 def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:
-    pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
     return mmj.Feed(data, policy, threads=0)
 
 

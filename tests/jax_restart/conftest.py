@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-MISSING = [name for name in ("jax", "orbax", "grain") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("jax", "orbax") if importlib.util.find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,13 +30,13 @@ def loss(params, batch):
 
 
 params = {"w": np.eye(8, WIDTH, dtype=np.float32), "out": np.ones(WIDTH, np.float32) / 8}
-for step in job.train(loss, optax.sgd(RATE), params, dataset, steps=STEPS):
+for step in job.train(loss, optax.sgd(0.1), params, dataset, steps=STEPS):
     pass
 print("trained", step.number if "step" in vars() else "nothing")
 """
 BATCH_NORM = "hidden = (hidden - hidden.mean(axis=0)) / hidden.std(axis=0)"
 LAYER_NORM = "hidden = (hidden - hidden.mean(axis=1, keepdims=True)) / (1 + hidden.std(axis=1, keepdims=True))"
-WAYS = {"alone": ["train.py"], "on two hosts": ["-m", "meshmend", "run", "--local", "1x4", "--host", "1x2", "train.py"]}
+TWO_HOSTS = ["-m", "meshmend", "run", "--local", "1x4", "--host", "1x2", "train.py"]
 HIDDEN = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_HOST", "MESHMEND_SHARED", "JAX_NUM_CPU_DEVICES")
 
 
@@ -46,10 +46,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return kept | memory | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "COLUMNS": "300"} | more
 
 
-def write(
-    folder: Path, name: str = "train.py", line: str = "", steps: int = 6, rate: float = 0.1, width: int = 8
-) -> None:
-    text = TRAIN.replace("LINE", line).replace("STEPS", str(steps)).replace("RATE", str(rate))
+def write(folder: Path, name: str = "train.py", line: str = "", steps: int = 6, width: int = 8) -> None:
+    text = TRAIN.replace("LINE", line).replace("STEPS", str(steps))
     (folder / name).write_text(text.replace("WIDTH", str(width)), encoding="utf-8")
 
 
@@ -70,10 +68,9 @@ def once(pattern: str, shown: str) -> re.Match[str]:
     return found[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_batch_normalisation_ends_a_job_before_its_first_step(way: str, tmp_path: Path) -> None:
+def test_batch_normalisation_ends_a_job_before_its_first_step(tmp_path: Path) -> None:
     write(tmp_path, line=BATCH_NORM)
-    shown = typed(tmp_path, *WAYS[way], code=1)
+    shown = typed(tmp_path, *TWO_HOSTS, code=1)
     said = (
         r"ParameterError: An example's loss depends on the other examples of its batch: it is \S+, and \S+ when other "
         r"examples are beside it in the batch\. .* nnx\.LayerNorm and nnx\.GroupNorm .*\(docs/jobs\.md, "
@@ -84,39 +81,21 @@ def test_batch_normalisation_ends_a_job_before_its_first_step(way: str, tmp_path
     assert "trained" not in shown
     assert "round 2" not in shown, "a restart would repeat it"
     write(tmp_path, line=LAYER_NORM)
-    assert "trained 6" in typed(tmp_path, *WAYS[way], code=0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loss_that_becomes_nan_is_said_once_and_training_goes_on(way: str, tmp_path: Path) -> None:
-    """Without a bound on the last layer, a learning rate of a million makes every loss larger than the one before."""
-    write(tmp_path, steps=12, rate=1e6)
-    shown = typed(tmp_path, *WAYS[way], code=0)
-    step = int(once(r"The loss is (?:NaN|inf) at step (\d+)\. It was \S+ at step \d+\. The job trains on: ", shown)[1])
-    assert 1 < step < 12
-    assert "trained 12" in shown
+    assert "trained 6" in typed(tmp_path, *TWO_HOSTS, code=0)
 
 
 def test_another_scripts_folder(tmp_path: Path) -> None:
-    write(tmp_path, "first.py")
-    write(tmp_path, "second.py")
+    write(tmp_path)
     write(tmp_path, "wider.py", width=9)
-    assert "trained 6" in typed(tmp_path, "first.py", code=0)
-    again = typed(tmp_path, "first.py", code=0)
+    assert "trained 6" in typed(tmp_path, "train.py", code=0)
+    again = typed(tmp_path, "train.py", code=0)
     once(r"All 6 steps of the job in \S+/shared are done already\. For more, ask for more steps; to begin anew", again)
-    whose = (
-        rf"The state in \S+/shared is from {tmp_path}/first\.py, which first trained there on [-\d]+ at [:\d]+ UTC; "
+    assert "trained nothing" in again
+    said = (
+        r"RestartError: A state of another model or optimizer is in this job's place: .*params\['out'\]: expected "
+        r"float32\[9\], got float32\[8\]\. Give this job its own name"
     )
-    second = typed(tmp_path, "second.py", code=0)
-    once(rf"All 6 steps .* are done already\. {whose}this script is {tmp_path}/second\.py\. For more, ask", second)
-    assert "trained nothing" in second
-    wider = typed(tmp_path, "wider.py", code=1)
-    assert re.search(
-        rf"RestartError: A state of another model or optimizer is in this job's place: .*params\['out'\]: expected "
-        rf"float32\[9\], got float32\[8\]\. .* {whose}this script is {tmp_path}/wider\.py\. Otherwise give each "
-        r"script a folder of its own: Job\(shared=…\), and the same to `meshmend run --shared`\.\n",
-        wider,
-    ), wider
+    assert re.search(said, typed(tmp_path, "wider.py", code=1))
 
 
 def pages_in_order(folder: Path) -> list[tuple[str, str, list[str]]]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from jax_restart.test_transcript import environment, job_on_screen, write
+from jax_restart.test_transcript import environment, job_on_screen, matches, run, write
 from meshmend.launch.agent import SAVE_S
 from meshmend.launch.processes import children
 from meshmend.launch.timeline import read_timeline, timeline_of
@@ -74,10 +74,16 @@ def events(folder: Path, host: int, *kinds: str) -> list[dict[str, Any]]:
     return [event for event in read_timeline(timeline_of(folder / "shared", host)) if event["event"] in kinds]
 
 
-def test_interrupts_save_a_step_and_say_which(tmp_path: Path) -> None:
+def test_interrupts_save_a_step_and_say_which_and_a_second_job_is_refused(tmp_path: Path) -> None:
     write(tmp_path, SLOWLY, steps=100_000)
     with job(tmp_path) as one:
         one.until("step 1 is done")
+        refused = run(tmp_path, "train.py", code=1)
+        matches(
+            refused,
+            r"Error: Another `meshmend run` has a job in \S+/shared. Wait until it ends, or give this one a folder of "
+            r"its own: --shared DIR.",
+        )
         line, code, _ = one.interrupt(signal.SIGTERM)
         first = saved_in(line)
     assert code == 143

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from meshmend.launch.processes import children
+from waiting import until
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
@@ -25,17 +25,13 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     try:
-        until = time.monotonic() + 60
-        while len(alive := children(driver.pid)) < 4 and time.monotonic() < until:
-            time.sleep(0.2)
+        until(lambda: len(children(driver.pid)) >= 4)
+        alive = children(driver.pid)
         assert len(alive) == 4  # store, host, what starts workers, worker
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    until = time.monotonic() + 10
-    while any(runs(pid) for pid in alive) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not [pid for pid in alive if runs(pid)]
+    until(lambda: not any(runs(pid) for pid in alive), timeout_s=10)
 
 
 def runs(pid: int) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import subprocess
 import sys
 import time
@@ -123,32 +121,3 @@ def test_a_host_of_a_tiled_job_dies(
     expected = undisturbed(tmp_path / "alone", shape, len(machine) * machine.chips_per_host)
     # The same samples in the same steps; sums in another order round differently, and training carries that on.
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3
-
-
-@pytest.mark.slow
-def test_the_command_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"```bash\nmeshmend (run .*?) examples/jax/survive_tiles.py\n```", page)
-    command = [sys.executable, "-m", "meshmend", *words.split(), str(ROOT / "examples/jax/survive_tiles.py")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    chips = {int(step): int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", done.stdout)}
-    assert (chips[20], chips[100]) == (32, 24)
-    # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
-    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 20 - 12
-
-
-def test_the_page_shows_what_changes() -> None:
-    """Of survive.py, beside docstrings."""
-    plain, tiles = (
-        (ROOT / f"examples/jax/{name}.py").read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
-        for name in ("survive", "survive_tiles")
-    )
-    changed = [
-        line for line in difflib.unified_diff(plain, tiles, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
-    ]
-    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
-    for line in changed:
-        assert f"\n{line}\n" in page, f"docs/jobs.md does not show: {line}"
-    assert len(changed) < 8

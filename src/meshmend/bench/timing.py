@@ -39,6 +39,7 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.session import Session, initialize, initialize_alone
 from meshmend.jax.session.hardware import with_hardware
+from meshmend.jax.session.session import RECOVERY_BUDGET_S
 from meshmend.jax.session.single_process import is_launched
 from meshmend.jax.train.plan import hardware_of
 from meshmend.planning import PlanCache, plan
@@ -90,7 +91,8 @@ def _measure_payload(
     session: Session, payload_bytes: int, folder: Path, planners: Sequence[str] | None, repeat: int
 ) -> list[JaxTiming]:
     fabric, n_values = session.fabric, payload_bytes // 4
-    job = session.plan(jax.ShapeDtypeStruct((n_values,), np.float32), cache=folder)
+    params = jax.ShapeDtypeStruct((n_values,), np.float32)
+    job = session.agree_on_plan(lambda cache: mmj.plan(fabric, params, cache=cache, budget_s=RECOVERY_BUDGET_S), folder)
     tuned = _tune(session, payload_bytes, planners, PlanCache(folder))
     assert job.schedule is not None  # noqa: S101  # only FSDP has none
     schedules = {**tuned, JOB: job.schedule}
@@ -127,19 +129,16 @@ def _tune(
     """Return the plan of each planner that serves the mesh; process 0 makes them, and the others find them."""
     hardware = hardware_of(session.fabric)
     found = {}
-    with session.coordination.doing("planning"):
-        if session.launch.process != 0:
-            session.coordination.exchange(None)
-        for name in planners or [kind.name for kind in CHOICES]:
-            try:
-                found[name] = plan(
-                    session.fabric.mesh, name, payload_bytes=payload_bytes, hardware=hardware, cache=cache
-                )
-            except PlanError:
-                if planners:
-                    raise
-        if session.launch.process == 0:
-            session.coordination.exchange(None)
+    if session.launch.process != 0:
+        session.coordination.exchange(None)
+    for name in planners or [kind.name for kind in CHOICES]:
+        try:
+            found[name] = plan(session.fabric.mesh, name, payload_bytes=payload_bytes, hardware=hardware, cache=cache)
+        except PlanError:
+            if planners:
+                raise
+    if session.launch.process == 0:
+        session.coordination.exchange(None)
     return found
 
 

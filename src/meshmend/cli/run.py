@@ -165,7 +165,7 @@ def command(
         if kill:
             raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
         run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
-    require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+    require("jax", "orbax", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _on_sigterm)
     with serving(metrics, shared):

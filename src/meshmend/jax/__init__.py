@@ -9,7 +9,6 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
-from meshmend.jax import checks as checks
 from meshmend.jax.checks import Checks
 from meshmend.jax.data.feed import Feed
 from meshmend.jax.data.policy import KeepGlobal, KeepPerChip, Position

@@ -116,7 +116,6 @@ def main() -> dict[str, Any]:
         found["keys"].append(sorted(counted.keys))
     coordination.exchange("done")
     disk.close()
-    coordination.close()
     return found
 
 

@@ -113,7 +113,7 @@ def restart(
 
     Example: meshmend lab bench restart --failures 20 --unaided 4
     """
-    _require("jax", "orbax", "grain", extra="restart")
+    _require("jax", "orbax", extra="restart")
     from meshmend_lab.bench.restart import Failure, campaign
 
     def show(failure: Failure) -> None:

@@ -4,15 +4,6 @@ Replicas must have the same `digests`, and gradients are those that other chips 
 how often.
 """
 
-from meshmend.jax.checks.digests import Disagreement, compare_replicas, replica_digests
-from meshmend.jax.checks.recompute import Part, Recompute
 from meshmend.jax.checks.settings import Checks
 
-__all__ = [
-    "Checks",
-    "Disagreement",
-    "Part",
-    "Recompute",
-    "compare_replicas",
-    "replica_digests",
-]
+__all__ = ["Checks"]

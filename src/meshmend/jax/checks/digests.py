@@ -63,16 +63,6 @@ def replica_digests(
 
     Jit it, and call it at intervals, after an update: `compare_replicas` says what its result means. `program` is that
     of the train step, and `shardings` are those of a model that is split inside tiles.
-
-    >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
-    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
-    >>> params = {"w": jnp.ones((3, 5))}
-    >>> digests = jax.jit(mmj.checks.replica_digests, static_argnums=2)(params, program, fabric)
-    >>> digests.shape
-    (1, 12, 1)
-    >>> mmj.checks.compare_replicas(digests, params, fabric)
-    []
     """
     check_program(program, fabric)
     scalars = program.for_scalars

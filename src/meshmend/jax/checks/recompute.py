@@ -82,47 +82,26 @@ class Recompute:
 
     `gradients(params, model_state, part)` is what one device computes of its examples, without collectives: the
     gradients, and what else should be the same, such as the loss. `exchange` sends a fact to all processes and returns
-    those of all, as `session.coordination.exchange` does; without it, this is the only process. `every` is the number
-    of steps from check to check, 0 for none. `seed` is that of the partners and halves.
-
-    >>> import jax, jax.numpy as jnp, numpy as np, meshmend.jax as mmj
-    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> def gradients(w, _, part):
-    ...     return jax.grad(lambda w: jnp.sum(part.weights * (w * part.data - 1) ** 2))(w)
-    >>> recompute = mmj.checks.Recompute(gradients, fabric, every=20)
-    >>> w = jax.device_put(jnp.float32(3), fabric.sharding())
-    >>> feed = mmj.Feed(np.arange(100, dtype=np.float32), mmj.KeepGlobal(48))
-    >>> for step, batch in zip(range(1, 41), feed.batches(fabric)):
-    ...     if recompute.is_due(step):
-    ...         print(step, recompute.check(step, w, None, batch))
-    20 ()
-    40 ()
+    those of all. `every` is the number of steps from check to check. `seed` is that of the partners and halves.
     """
 
     def __init__(
         self,
         gradients: Gradients,
         fabric: Fabric,
-        exchange: Callable[[Any], list[Any]] | None = None,
+        exchange: Callable[[Any], list[Any]],
         *,
         every: int,
         seed: int = 0,
     ) -> None:
         check_recomputable(fabric)
-        if isinstance(every, bool) or every < 0 or seed < 0:
-            raise ParameterError(
-                f"every is {every!r} and seed is {seed!r}, expected a number of steps (0 for no checks), and a seed "
-                "from 0."
-            )
         self.gradients = gradients
         self.fabric = fabric
         self.every = every
         self.seed = seed
         self.why_off = "" if fabric.mesh.n_chips > 1 else "One chip alone has no partner to compare gradients with."
         """Why there are no checks any more; empty while there are."""
-        self.is_deterministic = True
-        """Whether the program gives the same bits everywhere and each time, as far as is known."""
-        self._exchange = _alone if exchange is None else exchange
+        self._exchange = exchange
         self._cores = int(fabric.jax_mesh.size) // fabric.mesh.n_chips
         self._owners = [
             Owner(Suspect.chip(fabric.mesh.chip(number // self._cores)), int(device.process_index))
@@ -131,10 +110,6 @@ class Recompute:
         self._is_first = True
         self._choose: Callable[..., Tree] | None = None
         self._run: Callable[..., Tree] | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Whether there is a check before this step."""
-        return self.every > 0 and step % self.every == 0 and not self.why_off
 
     def compile(self, params: Tree, model_state: Tree, batch: Batch) -> None:
         """Compile the check for parameters, a model state (None without one) and batches of these shapes.
@@ -189,7 +164,7 @@ class Recompute:
             return ()
         if self._run is None:
             self.compile(params, model_state, batch)
-        number = max(1, step // max(1, self.every)) - 1
+        number = max(1, step // self.every) - 1
         partner, *arbiters = self._shifts(number)
         parts = _Parts(self, batch, np.random.default_rng([self.seed, number, 1]))
         first = [OWN, partner, OWN] if self._is_first else [OWN, partner]
@@ -262,10 +237,10 @@ class Recompute:
             )
         else:
             return result.observations
-        self.is_deterministic, self.why_off = False, why
+        self.why_off = why
         warnings.warn(
             f"Gradients cannot be compared between chips, so chips that compute wrong ones will not be found. {why} Or "
-            "leave this check out, with every=0.",
+            "leave this check out, with recompute_every=0.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -328,11 +303,6 @@ def choose_rows(n_rows: int, used: float, rng: np.random.Generator) -> NDArray[n
     order = rng.permutation(math.ceil(used) if half > 1 else max(1, math.floor(used)))
     chosen = np.concatenate([order, np.arange(len(order), n_rows)])[:half]
     return np.sort(chosen).astype(np.int32)
-
-
-def _alone(fact: Any) -> list[Any]:
-    """Exchange facts with nobody."""
-    return [fact]
 
 
 def check_recomputable(fabric: Fabric) -> None:

@@ -140,7 +140,7 @@ class CompileAhead:
     `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own; a dict that it
     returns goes into the timeline. `first()` and `plan(fabric)`, if they are given, are called before, the latter for
     all losses: it only plans, because plans are quick and programs are not. Where `build` raises, that loss is left
-    out: `failures` and the timeline say why, a warning says it once, and the next one is built.
+    out: the timeline says why, a warning says it once, and the next one is built.
 
     Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
     current build; no further one is started. The session then ends the process, and the build with it; without a
@@ -161,8 +161,6 @@ class CompileAhead:
         self.first = first
         self.ready: list[int] = []
         """Hosts whose loss has been compiled for."""
-        self.failures: dict[int | None, str] = {}
-        """Why a host's loss (its number) has not been compiled for; under None, why the losses could not be listed."""
         self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshmend-compile-ahead", daemon=True)
@@ -172,7 +170,7 @@ class CompileAhead:
         try:
             if self.first is not None and self.session.launch.process == 0:
                 self.first()
-            losses, unlisted = self._losses()
+            losses = list(self.session.fabrics_ahead())
             for _, fabric in losses:
                 if self._stop.is_set():
                     return
@@ -184,43 +182,27 @@ class CompileAhead:
                     return
                 with self.session.timeline.timed("compile ahead", lost=lost) as facts:
                     facts |= self._build(lost, fabric)
-            if unlisted is not None:
-                raise unlisted
         except Exception as error:
             # Whatever it is, an error in a thread would go unseen.
-            self.session.timeline.note("compile ahead", problem=self._failed(None, error))
-
-    def _losses(self) -> tuple[list[tuple[int, Fabric]], Exception | None]:
-        """Return the losses to build for, and why there are no more of them if listing them failed."""
-        found: list[tuple[int, Fabric]] = []
-        try:
-            found.extend(self.session.fabrics_ahead())
-        except Exception as error:
-            return found, error
-        return found, None
+            self.session.timeline.note("compile ahead", problem=self._failed("the possible losses", error))
 
     def _build(self, lost: int, fabric: Fabric) -> dict[str, Any]:
         try:
             facts = self.build(fabric)
         except PlanError as error:
-            # Some losses have no plan: worth knowing, but nothing is broken.
-            self.failures[lost] = error.why
-            return {"problem": error.why}
+            return {"problem": error.why}  # some losses have no plan: worth knowing, but nothing is broken
         except Exception as error:
-            return {"problem": self._failed(lost, error)}
+            return {"problem": self._failed(f"the loss of host {lost}", error)}
         self.ready.append(lost)
         return facts if isinstance(facts, dict) else {}
 
-    def _failed(self, lost: int | None, error: Exception) -> str:
+    def _failed(self, what: str, error: Exception) -> str:
         why = f"{type(error).__name__}: {error}"[:300]
-        self.failures[lost] = why
         if not self._warned:
             self._warned = True
-            what = "the possible losses" if lost is None else f"the loss of host {lost}"
             warnings.warn(
                 f"Compiling ahead for {what} failed: {why}. The job is not affected, but a restart then would compile "
-                "again. Other losses are still compiled for; all failures are in CompileAhead.failures and in the "
-                "timeline.",
+                "again. Other losses are still compiled for; all failures are in the timeline.",
                 stacklevel=2,
             )
         return why

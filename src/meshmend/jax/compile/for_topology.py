@@ -28,7 +28,7 @@ from meshmend.extras import install_hint
 from meshmend.jax.engine.collectives import all_reduce
 from meshmend.jax.engine.compiler_options import dump_options, unknown_option, without_option
 from meshmend.jax.engine.fabric import Fabric, discover
-from meshmend.jax.engine.program import abstract_program
+from meshmend.jax.engine.program import Program, abstract_program
 from meshmend.schedule import Schedule
 from meshmend.topology import Region
 
@@ -150,7 +150,8 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         compile_seconds = time.perf_counter() - started
         text = _text_of(compiled, Path(dump))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    programs = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_program) if _is_program(leaf)]
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda value: isinstance(value, Program))
+    programs = [leaf for leaf in leaves if isinstance(leaf, Program)]
     lanes = [loop for program in programs for one in program.phases for loop in one.layout.shape.lanes]
     device = fabric.jax_mesh.devices.flat[0]
     permutes, others = count_collectives(text)
@@ -223,12 +224,6 @@ def without_pairs(hlo: str) -> str:
     hlo = re.sub(r"source_target_pairs=\{[{}\d,]*\}", "", hlo)
     hlo = re.sub(r"replica_groups=(\{[{}\d,]*\}|\[[^\s]*)", "", hlo)
     return re.sub(r"metadata=\{[^}]*\}", "", hlo)
-
-
-def _is_program(value: Any) -> bool:
-    from meshmend.jax.engine.program import Program
-
-    return isinstance(value, Program)
 
 
 @contextmanager

@@ -185,9 +185,8 @@ class SavedSteps:
             return self._compile(fabric, program)
         compiled, facts = None, dict[str, Any]()
         if session.launch.process == 0:
-            with session.coordination.doing("compiling"):
-                compiled = self._compile(fabric, program)
-                facts = self._save(name, fabric, program, compiled)
+            compiled = self._compile(fabric, program)
+            facts = self._save(name, fabric, program, compiled)
             session.timeline.note("program", **facts)
         self._is_saved = "saved" in session.coordination.exchange(facts)[0]
         if compiled is None and self._is_saved:

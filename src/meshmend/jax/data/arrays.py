@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +40,16 @@ class Rows:
     def __getitem__(self, number: int) -> Tree:
         return jax.tree.unflatten(self.treedef, [array[number] for array in self.arrays])
 
-    def take(self, numbers: NDArray[np.int64], dtypes: Sequence[np.dtype[np.generic]]) -> list[NDArray[np.generic]]:
-        """Return some rows of each array, in these dtypes."""
-        pairs = zip(self.arrays, dtypes, strict=True)
-        return [array[numbers].astype(dtype, copy=False) for array, dtype in pairs]
+    def take(self, numbers: NDArray[np.int64]) -> Tree:
+        """Return some rows of each array, in dtypes that JAX has."""
+        return jax.tree.unflatten(self.treedef, [as_in_jax(array[numbers]) for array in self.arrays])
 
     @property
     def has_objects(self) -> bool:
         """Whether a row may be any Python object, such as a pytree of its own: then rows make no array."""
         return any(array.dtype.hasobject for array in self.arrays)
+
+
+def as_in_jax(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")), copy=False)

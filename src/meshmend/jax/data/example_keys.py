@@ -11,28 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.data.arrays import Rows
 from meshmend.jax.data.feed import Batch, Feed
 from meshmend.jax.data.policy import Policy
 from meshmend.jax.engine.fabric import Fabric
 
 
 def make_feed(dataset: Any, policy: Policy, *, seed: int, n_chips: int) -> Feed:
-    """Return the feed of a dataset; arrays, alone or in a dict or tuple, are sources, too."""
-    in_memory = isinstance(dataset, dict | tuple | np.ndarray | jax.Array)
-    if not in_memory and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ParameterError(
-            f"The dataset is a {type(dataset).__name__}, expected something with len() and [i]: arrays, a sequence of "
-            "samples, or a grain.MapDataset. An iterator cannot go back to the samples of a step that was lost."
-        )
-    source = Rows(dataset) if in_memory else dataset
+    """Return the feed of a dataset that has at least one whole batch."""
+    feed = Feed(dataset, policy, seed=seed)
     batch = policy.global_batch(n_chips)
-    if 0 < len(source) < batch:
+    if feed.epoch_size < batch:
         raise ParameterError(
-            f"The dataset has {len(source)} samples, fewer than the {batch} of one global batch, so that no step would "
-            f"be a whole one. Give Job a global_batch of at most {len(source)}, or a longer dataset."
+            f"The dataset has {feed.epoch_size} samples, fewer than the {batch} of one global batch, so that no step "
+            f"would be a whole one. Give Job a global_batch of at most {feed.epoch_size}, or a longer dataset."
         )
-    return Feed(source, policy, seed=seed)
+    return feed
 
 
 def with_offsets(batch: Batch, fabric: Fabric) -> Batch:

@@ -1,10 +1,9 @@
 """The input pipeline: batches of samples for whatever chips survive, every sample exactly once per epoch.
 
-`shuffle` says the order of an epoch, and `policy` which of its samples a step uses. Of arrays in memory a step's rows
-are taken at once, in a thread ahead of training; grain (the extra `restart`) reads any other source ahead, sample by
-sample in threads, and runs the caller's own transformations. A process reads only what its own devices need, and what
-it has read ahead does not count: the pipeline's state is the `Position` after the last committed step, the same on all
-processes, and any number of them restores from it.
+`shuffle` says the order of an epoch, and `policy` which of its samples a step uses. Threads read ahead of training: of
+arrays in memory a step's rows at once, of any other source sample by sample. A process reads only what its own devices
+need, and what it has read ahead does not count: the pipeline's state is the `Position` after the last committed step,
+the same on all processes, and any number of them restores from it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.extras import require
-from meshmend.jax.data.arrays import Rows
+from meshmend.jax.data.arrays import Rows, as_in_jax
 from meshmend.jax.data.policy import BatchSplit, Policy, Position
-from meshmend.jax.data.read_ahead import ReadAhead
+from meshmend.jax.data.read_ahead import Submit, read_ahead
 from meshmend.jax.data.shuffle import shuffled
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.engine.fabric import Fabric
-
-AT_ONCE = 16_384
-"""Samples of several steps whose order is computed at once: for few of them NumPy's calls take longer than its work."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,11 @@ class Batch:
 class Feed:
     """A source of samples, an order of them for each epoch, and a policy for the batch.
 
-    `source` is an array, or anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own
-    transformations, one sample per element (not batched, filtered or repeated). The order of an epoch is a permutation
-    that depends only on `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record.
-    `threads` (for arrays one) read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
+    `source` is an array, or a dict or tuple of arrays with one row per sample; anything with `len` and `[i]`, asked by
+    several threads; or a `grain.MapDataset` with the caller's own transformations, one sample per element (not batched,
+    filtered or repeated). The order of an epoch is a permutation that depends only on `seed` and the epoch; random
+    transformations (`random_map`) depend on the epoch and the record. `threads` (for arrays one) read ahead up to
+    `prefetch` batches; 0 threads reads in the loop itself.
 
     >>> import jax, numpy as np, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -81,10 +77,13 @@ class Feed:
             raise ParameterError(
                 f"seed is {seed}, threads is {threads} and prefetch is {prefetch}, expected none below 0."
             )
-        samples = Rows(source) if isinstance(source, np.ndarray | jax.Array) else source
-        if not isinstance(samples, Rows) or samples.has_objects:
-            grain = _grain()
-            samples = samples if isinstance(samples, grain.MapDataset) else grain.MapDataset.source(samples)
+        is_in_memory = isinstance(source, dict | tuple | np.ndarray | jax.Array)
+        if not is_in_memory and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise ParameterError(
+                f"The dataset is a {type(source).__name__}, expected something with len() and [i]: arrays, a sequence "
+                "of samples, or a grain.MapDataset. An iterator cannot go back to the samples of a step that was lost."
+            )
+        samples = Rows(source) if is_in_memory else source
         if not 0 < len(samples) < sys.maxsize:
             raise ParameterError(
                 f"The source has {'no' if not len(samples) else 'endlessly many'} samples, expected an epoch of them: "
@@ -145,12 +144,11 @@ class Feed:
         sharding, n_rows = fabric.sharding(fabric.batch_axes), split.n_devices * split.rows
 
         def shape(local: NDArray[np.generic]) -> Any:
-            local = _canonical(local)
             return jax.ShapeDtypeStruct((n_rows, *local.shape[1:]), local.dtype, sharding=sharding)
 
-        data = _stack(DeviceRows(self._samples, split, at, 1, [0], [0], self._order)[0])
+        data, weights = jax.tree.map(shape, self.read(fabric, at, [0], [0]))
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
-        return Batch(jax.tree.map(shape, data), shape(np.zeros(1, np.float32)), factor, at, split.after(at), self)
+        return Batch(data, weights, factor, at, split.after(at), self)
 
     def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Tree, Tree]:
         """Read some rows of any devices at a position (again); return data and weights, as NumPy arrays.
@@ -162,7 +160,7 @@ class Feed:
         with closing(self._read(split, at, 1, devices, rows)) as read:
             data = next(read)
         offsets = split.offsets(devices)[:, list(rows)]
-        return jax.tree.map(_canonical, data), (offsets.ravel() < split.count(at)).astype(np.float32)
+        return jax.tree.map(as_in_jax, data), (offsets.ravel() < split.count(at)).astype(np.float32)
 
     def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         return shuffled(offsets, self.epoch_size, (self._seed + epoch) % 2**32)
@@ -170,34 +168,45 @@ class Feed:
     def _read(
         self, split: BatchSplit, at: Position, steps: int, devices: Sequence[int], rows: Sequence[int] | None = None
     ) -> Generator[Tree]:
-        """Begin to read rows of some devices; return those of all of them, step after step, as NumPy arrays."""
-        samples = self._samples
-        parts = DeviceRows(samples, split, at, steps, devices, rows, self._order)
-        if isinstance(samples, Rows):
-            dtypes = [_canonical(array[:0]).dtype for array in samples.arrays]
-            records = self._records_by_step(split, at, steps, parts.offsets.ravel())
-            taken = (samples.take(numbers, dtypes) for numbers in records)
-            ahead = ReadAhead(taken, self.prefetch) if self.threads and self.prefetch and steps > 1 else taken
-            return _steps(ahead, steps, lambda: jax.tree.unflatten(samples.treedef, next(ahead)))
-        grain = _grain()
-        buffer = max(self.prefetch * len(devices), self.threads) if self.prefetch else 0
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer)
-        reader = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
-        reader.start_prefetch()
-        return _steps(reader, steps, lambda: _stack([row for _ in devices for row in next(reader)]))
+        """Begin to read rows of some devices; return those of all of them, step after step, as NumPy arrays.
 
-    def _records_by_step(
-        self, split: BatchSplit, at: Position, steps: int, offsets: NDArray[np.int64]
-    ) -> Iterator[NDArray[np.int64]]:
-        """Return the records in some rows, step after step, with padding as `DeviceRows` and `_stack` have it."""
-        while steps:
-            used = offsets < split.count(at)  # of all steps of this size: only an epoch's last may be shorter
+        Padding repeats the first sample of these rows, or of the step where these have none: it is not read again.
+        """
+        chosen, samples = split.offsets(devices), self._samples
+        offsets = (chosen if rows is None else chosen[:, list(rows)]).ravel()
+        takes_rows = isinstance(samples, Rows) and not samples.has_objects
+        threads = min(self.threads, 1 if takes_rows else len(offsets))
+
+        def begin(step: int, submit: Submit) -> Callable[[], Tree]:
+            start = split.position(at, step)
+            used = offsets < split.count(start)
             padded = np.where(used, offsets, offsets[used][0] if used.any() else 0)
-            of_this_size = max(1, (self.epoch_size - at.sample) // split.global_batch)
-            n_steps = min(steps, of_this_size, max(1, AT_ONCE // len(offsets)))
-            starts = at.sample + split.global_batch * np.arange(n_steps)
-            yield from self._order(at.epoch, starts[:, None] + padded)
-            at, steps = split.position(at, n_steps), steps - n_steps
+            if takes_rows:
+                return submit(lambda: samples.take(self._order(start.epoch, start.sample + padded))).result
+            distinct, places = np.unique(padded, return_inverse=True)
+            parts = np.array_split(distinct, min(max(1, threads), len(distinct)))
+            reads = [submit(self._samples_at, start, part) for part in parts]
+            return lambda: _stack([sample for read in reads for sample in read.result()], places.tolist())
+
+        return read_ahead(begin, steps, threads=threads, depth=self.prefetch)
+
+    def _samples_at(self, start: Position, offsets: NDArray[np.int64]) -> list[Tree]:
+        """Read the samples at some offsets from a position, in the order of its epoch."""
+        # The random transformations of a grain.MapDataset follow an index that counts on from epoch to epoch.
+        grain = sys.modules.get("grain")
+        counts_on = grain is not None and isinstance(self._samples, grain.MapDataset)
+        first = start.epoch * self.epoch_size if counts_on else 0
+        found = []
+        records = self._order(start.epoch, start.sample + offsets)
+        for offset, record in zip(offsets.tolist(), records.tolist(), strict=True):
+            found.append(self._samples[first + record])
+            if found[-1] is None:
+                raise ParameterError(
+                    f"The dataset has no sample {start.sample + offset} in epoch {start.epoch}: a filter has removed "
+                    "it. Each sample must count, or no two runs agree on a batch: filter the source before it becomes "
+                    "a feed."
+                )
+        return found
 
     def _batches(
         self, fabric: Fabric, split: BatchSplit, at: Position, mine: list[int], read: Generator[Tree], factor: float
@@ -212,7 +221,7 @@ class Feed:
                 first = coordinate_of[(index[0].start or 0) // split.rows]
                 return local[first : first + split.rows]
 
-            local = _canonical(local)
+            local = as_in_jax(local)
             return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
 
         offsets = split.offsets(mine).ravel()
@@ -224,77 +233,6 @@ class Feed:
                 at = after
 
 
-class DeviceRows:
-    """The rows of some devices, device after device and step after step: a source that grain prefetches from.
-
-    A part is a device's rows, or those of them that are named. A row of padding is None and costs no reading; but where
-    no device has a sample, the first row is one, so that the step has something valid to compute with. `order` returns
-    the records at some offsets of an epoch; by default samples are in order.
-    """
-
-    def __init__(
-        self,
-        samples: Any,
-        split: BatchSplit,
-        at: Position,
-        steps: int,
-        devices: Sequence[int],
-        rows: Sequence[int] | None = None,
-        order: Callable[[int, NDArray[np.int64]], NDArray[np.int64]] = lambda _, offsets: offsets,
-    ) -> None:
-        self.order = order
-        self.samples = samples
-        self.split = split
-        self.at = at
-        self.steps = steps
-        self.offsets = split.offsets(devices)
-        if rows is not None:
-            self.offsets = self.offsets[:, list(rows)]
-        self.lowest = int(self.offsets.min())
-
-    def __len__(self) -> int:
-        return self.steps * len(self.offsets)
-
-    def __getitem__(self, number: int) -> list[Tree]:
-        step, device = divmod(int(number), len(self.offsets))
-        at = self.split.position(self.at, step)
-        count = self.split.count(at)
-        offsets = self.offsets[device].copy()
-        if device == 0 and self.lowest >= count:
-            offsets[0] = 0
-        rows: list[Tree] = [None] * len(offsets)
-        (used,) = np.nonzero(offsets < count)
-        records = self.order(at.epoch, at.sample + offsets[used])
-        for row, record in zip(used.tolist(), records.tolist(), strict=True):
-            rows[row] = self.samples[at.epoch * self.split.epoch_size + record]
-            if rows[row] is None:
-                raise ParameterError(
-                    f"The dataset has no sample {at.sample + offsets[row]} in epoch {at.epoch}: a filter has removed "
-                    "it. Each sample must count, or no two runs agree on a batch: filter the source before it becomes "
-                    "a feed."
-                )
-        return rows
-
-
-def _steps(reader: Any, n_steps: int, read: Callable[[], Tree]) -> Generator[Tree]:
-    with closing(reader):
-        for _ in range(n_steps):
-            yield read()
-
-
-def _stack(rows: list[Tree]) -> Tree:
-    """Stack samples, and repeat the first one where there is none."""
-    valid = next(row for row in rows if row is not None)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(valid if row is None else row for row in rows))
-
-
-def _canonical(local: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
-    return local.astype(jax.dtypes.canonicalize_dtype(local.dtype.newbyteorder("=")), copy=False)
-
-
-def _grain() -> Any:
-    require("grain", needed_for="Feeding batches", extra="restart")
-    import grain
-
-    return grain
+def _stack(samples: list[Tree], places: list[int]) -> Tree:
+    """Stack samples, each as often as its place is named."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(samples[place] for place in places))

@@ -1,63 +1,44 @@
-"""A thread that makes what will be asked for next."""
+"""Threads that read what will be asked for next."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-JOIN_S = 5.0
-"""How long the end waits for the item that the thread is making."""
+Submit = Callable[..., "Future[Any]"]
+"""Begins a read, `submit(function, *arguments)`, and returns the future of its result."""
 
 
-class ReadAhead(Generic[T]):
-    """The items of an iterator, made in a thread up to `depth` items ahead. What making one raises, `next` raises.
+def read_ahead(
+    begin: Callable[[int, Submit], Callable[[], T]], n_steps: int, *, threads: int, depth: int
+) -> Generator[T]:
+    """Begin to read the first `depth` steps, and return what all steps read, in order, always so many of them ahead.
 
-    The thread ends with the items, at `close`, once nothing refers to this object any more, and when Python exits: a
-    daemon that still runs then would be killed wherever it is, which C++ code answers by aborting the process.
+    `begin(step, submit)` submits the reads of a step, and returns the function that waits for them. Without threads
+    they happen where the step is asked for. The threads end with the last step, or when the generator is closed.
     """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="meshmend-feed") if threads else None
+    submit = _at_once if pool is None else pool.submit
+    depth = min(depth, n_steps) if threads else 0
+    begun = deque(begin(step, submit) for step in range(depth))
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
-        self._made: SimpleQueue[Future[T]] = SimpleQueue()
-        self._room = threading.Semaphore(depth)
-        closed = threading.Event()
-        # Neither the thread nor the finalizer refers to this object, which would otherwise never be collected.
-        parts = items, self._made, self._room, closed
-        thread = threading.Thread(target=_make, args=parts, name="meshmend-feed", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, thread, self._room, closed)
+    def results() -> Generator[T]:
+        try:
+            for step in range(depth, n_steps + depth):
+                if step < n_steps:
+                    begun.append(begin(step, submit))
+                yield begun.popleft()()
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
 
-    def __next__(self) -> T:
-        made = self._made.get()
-        self._room.release()
-        if made.exception() is not None:
-            self._made.put(made)  # asked again, it raises again
-        return made.result()
-
-    def close(self) -> None:
-        """End the thread, when it has made the item that it is at."""
-        self._end()
+    return results()
 
 
-def _make(items: Iterator[T], made: SimpleQueue[Future[T]], room: threading.Semaphore, closed: threading.Event) -> None:
-    item: Future[T] = Future()
-    try:
-        while room.acquire() and not closed.is_set():
-            item.set_result(next(items))
-            made.put(item)
-            item = Future()
-        item.set_exception(StopIteration())
-    except BaseException as error:  # whoever asks for the item gets it: a StopIteration after the last one
-        item.set_exception(error)
-    made.put(item)
-
-
-def _end(thread: threading.Thread, room: threading.Semaphore, closed: threading.Event) -> None:
-    closed.set()
-    room.release()
-    if thread is not threading.current_thread():  # which may be collecting garbage
-        thread.join(JOIN_S)
+def _at_once(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    done = Future[Any]()
+    done.set_result(function(*arguments))
+    return done

@@ -25,9 +25,9 @@ class KeyValueStore:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
-        """Write a value; a key that has one is an error unless `overwrite`."""
-        self._client.key_value_set(key, value, allow_overwrite=overwrite)
+    def set(self, key: str, value: str) -> None:
+        """Write a value; a key that has one is an error."""
+        self._client.key_value_set(key, value)
 
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """Return a value as soon as it is there; None if it is not by then."""
@@ -35,15 +35,6 @@ class KeyValueStore:
             return str(self._client.blocking_key_value_get(key, max(1, int(1000 * timeout_s))))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
-
-    def get(self, key: str) -> str | None:
-        """Return a value if it is there, without waiting."""
-        try:
-            return str(self._client.key_value_try_get(key))
-        except RuntimeError as error:
-            if "NOT_FOUND" in str(error):
                 return None
             raise
 

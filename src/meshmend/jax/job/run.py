@@ -32,7 +32,6 @@ from meshmend.jax.job.check_runner import Checking, check_possible
 from meshmend.jax.job.interrupts import Interrupts
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
 from meshmend.jax.job.model import Model
-from meshmend.jax.job.script import begin, naming_the_writer
 from meshmend.jax.job.step import JobStep
 from meshmend.jax.session.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.session.shared_folder import SharedFolder
@@ -136,13 +135,12 @@ class TrainingRun:
         self._checking: Checking | None = None
         try:
             params = model.put(session.fabric, self._compiled.program)
-            with naming_the_writer(options.shared.path):
-                self.found = self._keeper.restore(
-                    params, self._compiled.init(params), extra=self._extra(Position()), donate=True
-                )
-                self.params, self._state = self.found.params, self.found.state
-                self.number = self.found.step
-                self._check_found()
+            self.found = self._keeper.restore(
+                params, self._compiled.init(params), extra=self._extra(Position()), donate=True
+            )
+            self.params, self._state = self.found.params, self.found.state
+            self.number = self.found.step
+            self._check_found()
             self._at = Position(*self.found.extra["position"])
             batch = feed.split(session.fabric).global_batch
             session.timeline.note("feed", step=self.number, position=self._at, batch=batch)
@@ -185,8 +183,13 @@ class TrainingRun:
         watch = LossWatch() if self.session.launch.process == 0 else None
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
         self.is_open, is_stopped = True, False
-        if self.session.launch.process == 0:
-            begin(self.options.shared.path, found.step, self.last)
+        if self.session.launch.process == 0 and 0 < self.last <= found.step:
+            LOGGER.warning(
+                "All %d steps of the job in %s are done already. For more, ask for more steps; to begin anew, or for "
+                "another script, give Job another folder, or remove this one.",
+                found.step,
+                self.options.shared.path,
+            )
 
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""

@@ -40,7 +40,6 @@ from meshmend.jax.session.survivors import (
     processes_of,
 )
 from meshmend.jax.train.plan import TrainingPlan
-from meshmend.jax.train.plan import plan as plan_training
 from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
 from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
 from meshmend.launch.environment import Launch, read_launch
@@ -118,23 +117,6 @@ class Session:
         self.timeline.note("tiles", tiles=fabric.mesh.n_chips, chips=fabric.n_chips, wasted=fabric.tiling.n_wasted)
         return replace(self, fabric=fabric, cut=cut)
 
-    def plan(
-        self,
-        params: Any,
-        *,
-        cache: PlanCache | str | Path | None = None,
-        budget_s: float = RECOVERY_BUDGET_S,
-        **what: Any,
-    ) -> TrainingPlan:
-        """Return the proven plan for training these parameters on the survivors: from the cache, or made now.
-
-        `params` and all that follows is as in `mmj.plan`, which every process asks for its fabric. `meshmend prepare`
-        fills the cache beforehand; what is not in it is planned within `budget_s`, because training waits for it.
-        """
-        return self.agree_on_plan(
-            lambda store: plan_training(self.fabric, params, cache=store, budget_s=budget_s, **what), cache
-        )
-
     def agree_on_plan(
         self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
     ) -> TrainingPlan:
@@ -144,7 +126,7 @@ class Session:
         alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
+        with self.timeline.timed("plan") as facts:
             before = len(store)
             if self.launch.process != 0:
                 _check_planned(self.coordination.exchange(None)[0])
@@ -205,7 +187,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None or is_orderly(error):
-            self.coordination.close()
             jax.distributed.shutdown()
         else:
             self.give_up(error)
@@ -225,7 +206,6 @@ class Session:
     def stop(self, number: signal.Signals) -> NoReturn:
         """End the process as a signal would, in order: with all others, when each of them has come to this point."""
         self.coordination.exchange("stopped")
-        self.coordination.close()
         jax.distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -275,7 +255,6 @@ def initialize(
     *,
     host_index: int | str | Sequence[int] | None = None,
     launch: Launch | None = None,
-    heartbeat_s: int | None = None,
     timeout_s: int = 30,
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
@@ -292,13 +271,8 @@ def initialize(
     environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
     in the order of their hosts.
 
-    `heartbeat_s`: a process that JAX has not heard from for so long counts as dead, and then all processes end. It is
-    for hosts that freeze or lose their network; a process that dies breaks its connections, which the next collective
-    detects at once. A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an
-    overloaded CPU) for dead. By default 10 s, and 100 s under `meshmend run`, whose store looks after the hosts.
     `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies before it has
-    joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive, and it counts
-    as dead when it has been silent for so long.
+    joined. Later, all end if JAX has not heard from one for 10 s, or for 100 s under `meshmend run`.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. On CPU devices there is none. `timeline` is a file for this host's
@@ -329,7 +303,8 @@ def initialize(
                 launched.n_processes,
                 launched.process,
                 coordinator_bind_address=listening,
-                heartbeat_timeout_seconds=heartbeat_s or (100 if launched.hosts else 10),
+                # The store of `meshmend run` finds hosts that freeze, and a busy process must not be taken for dead.
+                heartbeat_timeout_seconds=100 if launched.hosts else 10,
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
                 cluster_detection_method="deactivate",
@@ -338,7 +313,7 @@ def initialize(
         if _platform() in ("", "cpu"):
             listen_where_reached(launched)
         joined = time.time()
-        coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+        coordination = Coordination(launched.process, launched.n_processes)
         if not _knows_coordinates(host_index):
             hosts, numbers = _find_hosts(shape, host, host_index, launched, coordination)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}

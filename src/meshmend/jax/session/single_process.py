@@ -37,7 +37,7 @@ class SingleProcessSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.coordination.close()
+        """Leave everything as it is: nobody waits for this process."""
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Record an error and raise it."""

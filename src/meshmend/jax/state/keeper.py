@@ -450,9 +450,8 @@ class Keeper:
             f"{only[0].upper()}{only[1:]}. Nothing is removed. The job waits up to {limit} for them to come back."
         )
         until = time.monotonic() + launch.state_wait_s
-        with self.session.coordination.doing(f"waiting for {name_hosts(absent)}"):
-            while (left := until - time.monotonic()) > 0:
-                time.sleep(min(left, 1.0))
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
         return f"{only} (waited {limit} for them)"
 
     def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Tree] | None:
