@@ -20,12 +20,12 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from commandline import commands
-from meshmend import Collective, Mesh, load, plan, save
+from forged_plans import forge
+from meshmend import Collective, Mesh, Op, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
 from meshmend.errors import MeshmendError
-from meshmend.schedule.serialize import to_text
 from meshmend.schedule.split import reduce_scatter_of
 from pages import ROOT
 
@@ -41,8 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save(PLAN, "plan.npz")
     Path("damaged.npz").write_bytes(Path("plan.npz").read_bytes()[:-100])
-    Path("damaged.txt").write_text("meshmend schedule 1\n{}\n")
-    Path("wrong.txt").write_text(WRONG)
+    save(WRONG, "wrong.npz")
     Path("folder.npz").mkdir()
     Path("file").touch()
     Path("damaged list").mkdir()
@@ -51,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PLAN = plan(Mesh("2x2"), "hamiltonian")
-WRONG = to_text(PLAN).replace("reduce  phase", "copy  phase", 1)
+WRONG = PLAN.replace(op=[Op.COPY, *PLAN.op[1:]])
 
 PLANNED = ("--planner", "hamiltonian")
 PAID = ("--payload", "1MB")
@@ -85,7 +84,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "half a route", ["4x4", "--route", "0,0"], "'0,0' is not a route. Write its two chips"),
     ("verify", "missing", ["nowhere.npz"], "nowhere.npz"),
     ("verify", "damaged", ["damaged.npz"], "damaged.npz"),
-    ("verify", "no all-reduce", ["wrong.txt"], "ends with a wrong chunk"),
+    ("verify", "no all-reduce", ["wrong.npz"], "ends with a wrong chunk"),
     ("verify", "bad ending", ["file"], "file"),
     ("plan", "bad rate", ["4x4", "--hardware", "ideal:link_bytes_per_s=fast"], "is not a link rate"),
     ("plan", "bad time", ["4x4", "--hardware", "ideal:step_latency_s=1 fortnight"], "is not a time"),
@@ -253,11 +252,7 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def hostile_plan(name: str = HOSTILE) -> str:
     """Write a plan that is right and whose names are not; return its file."""
-    text = to_text(PLAN).split("\n")
-    header = json.loads(text[1])
-    header |= {"planner": name, "phases": [name for _ in header["phases"]]}
-    Path("hostile.txt").write_text("\n".join([text[0], json.dumps(header), *text[2:]]))
-    return "hostile.txt"
+    return str(forge(Path("hostile.npz"), PLAN, planner=name, phases=[name for _ in PLAN.phase_names]))
 
 
 @pytest.mark.parametrize(

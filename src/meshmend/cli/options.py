@@ -252,7 +252,7 @@ def is_file(argument: str) -> bool:
     """
     if is_shape(argument):
         return False
-    return Path(argument).suffix in (".npz", ".txt") or "/" in argument or Path(argument).exists()
+    return Path(argument).suffix == ".npz" or "/" in argument or Path(argument).exists()
 
 
 def load_plan(file: str, *given: str, proven: bool = True) -> Schedule:
