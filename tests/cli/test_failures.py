@@ -93,11 +93,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "plan and holes", ["plan.npz", *PAID, "--fail", "0,0"], "leave out --fail"),
     ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
-    ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
-    ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
-    ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
-    ("availability", "bad ending", ["4x4", "-o", "a.pdf"], "expected .html or .htm"),
-    ("availability", "name and no page", ["4x4", "--name", "Mine"], "give --output F.html, too"),
     ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
     ("draw", "bad steps", ["4x4", "--steps", "3", "-o", "a.html"], "as in 0-40"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
@@ -221,7 +216,6 @@ def test_a_missing_extra_is_one_line(
         ["plan", "4x4", "--save", "nowhere/plan.npz"],
         ["draw", "4x4", "-o", "nowhere/a.svg"],
         ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
-        ["availability", "4x4", "-o", "nowhere/a.html"],
     ],
     ids=lambda words: words[0],
 )
@@ -235,7 +229,6 @@ def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypat
         "draw.plan",
         "prepare.StepDemands",
         "compare.compare",
-        "availability.simulate",
     ):
         module, _, name = place.partition(".")
         monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)

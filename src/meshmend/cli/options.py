@@ -44,10 +44,6 @@ OptionalPlanArgument = Annotated[
         show_default=False,
     ),
 ]
-OptionalShapeArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
-]
 IntendedOption = Annotated[
     Path | None, option("--intended", "FILE", "The machine as it should be: what it lacks has failed.")
 ]
