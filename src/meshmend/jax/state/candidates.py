@@ -80,6 +80,11 @@ class Source:
         }
         return replace(self, holders={part: processes for part, processes in left.items() if processes})
 
+    def facts(self) -> dict[str, Any]:
+        """Return what every process needs to find it."""
+        names = ("attempt", "step", "kind", "generation")
+        return {name: getattr(self, name) for name in names} | {"name": str(self)}
+
     def __str__(self) -> str:
         where = "the copies in memory" if self.kind == "memory" else "the checkpoint on disk"
         return f"{where} of step {self.step} (attempt {self.attempt})"
