@@ -35,7 +35,7 @@ class Host:
         for (attempt, step), parts in self.parts.items():
             yield {
                 "attempt": attempt, "step": step, "kind": "memory", "generation": f"g{attempt}.{step}", "differs": "",
-                "slices": [SLICES, SLICES], "shares": n_parts, "n_parts": n_parts, "parts": parts, "verified": -1,
+                "slices": [SLICES, SLICES], "n_shares": n_parts, "n_parts": n_parts, "parts": parts, "verified": -1,
                 "run": f"run {attempt}", "hosts": [[0, hosts - 1]],
             }  # fmt: skip
         for attempt, step in self.disk:
@@ -119,7 +119,7 @@ def test_a_new_job_starts_and_one_that_has_trained_does_not() -> None:
     assert "lack 1 of 4 parts, which only host 1 has" in spoken.results[0][1]["missing"]
     assert "Nothing was removed from /memory" in spoken.results[0][1]["error"]
     with pytest.raises(RestartError, match=r"lack 1 of 4 parts\nNothing was removed"):
-        job(hosts[:1] + [Host(1, {(1, 7): [1, 2]})], 4, were=2)
+        job([hosts[0], Host(1, {(1, 7): [1, 2]})], 4, were=2)
 
 
 def test_a_damaged_part_comes_from_another_host() -> None:

@@ -100,7 +100,7 @@ class SavedSteps:
                 except _NotLoadedError as error:
                     why = f"{name} {error}"
             # One that loads while another compiles would run another program, or wait for it for ever.
-            problem = _problem(self.session.coordination.exchange([name, content, why]))
+            problem = self.session.coordination.decide([name, content, why], _problem)
             if loaded is None or problem:
                 facts |= {"why_not_loaded": problem[:500]} if problem else {}
                 compiled = self._compile_for_all(name if problem != DIFFERENT else "", fabric, program)
@@ -183,12 +183,16 @@ class SavedSteps:
         session = self.session
         if not name or fabric.platform != "cpu" or session.launch.n_processes == 1:
             return self._compile(fabric, program)
-        compiled, facts = None, dict[str, Any]()
-        if session.launch.process == 0:
+        compiled: CompiledTrainStep | None = None
+
+        def compile_first() -> bool:
+            nonlocal compiled
             compiled = self._compile(fabric, program)
             facts = self._save(name, fabric, program, compiled)
             session.timeline.note("program", **facts)
-        self._is_saved = "saved" in session.coordination.exchange(facts)[0]
+            return "saved" in facts
+
+        self._is_saved = session.coordination.tell(compile_first)
         if compiled is None and self._is_saved:
             with contextlib.suppress(_NotLoadedError):
                 compiled = _load(self._read(name), fabric, program)

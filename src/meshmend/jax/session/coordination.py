@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import meshmend.errors
 from meshmend.errors import MeshmendError, RestartError, TransientError
@@ -32,6 +32,10 @@ LOOK_S = 10.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 """Between two times that process 0 asks for all facts: it grows while facts are missing."""
 
+PLAIN = (str, int, float, list, tuple, type(None))
+"""Kinds of an error's fields that other processes are told."""
+
+P = ParamSpec("P")
 T = TypeVar("T")
 Facts = list[Any]
 """The facts of all processes, in their order."""
@@ -62,9 +66,15 @@ class Coordination:
         self.name = channel
         self._keys = f"meshmend/{channel}/" if channel else "meshmend/"
         self._numbers = count()
+        self._answered: list[int] = []
+        """Of the answers that process 0 has sent, those that some process may still have to read."""
         self._channels = count(1)
         self._channel: Coordination | None = None
         """The last one that was opened."""
+
+    @property
+    def _leads(self) -> bool:
+        return self.process == 0 or self.n_processes == 1
 
     def channel(self, name: str) -> Coordination:
         """Return another one of the same processes, whose exchanges do not get mixed up with these: for a thread.
@@ -95,16 +105,14 @@ class Coordination:
     def decide(self, fact: Any, judge: Callable[[Facts], Any]) -> Any:
         """Send a fact to process 0; return what it makes of the facts of all. What `judge` raises, all raise."""
         number = next(self._numbers)
-        if self.n_processes == 1:
-            return json.loads(json.dumps(judge([json.loads(json.dumps(fact))])))
-        if self.process:
-            self._post(number, fact)
-            return _opened(self._hear(f"{self._keys}{number}/answer"))
-        answer = _judged(judge, self._collect(number, fact))
-        _reach(self.process, lambda store: store.set(f"{self._keys}{number}/answer", answer))
-        # All have sent this fact, so all have read the answer before it.
-        self._forget(number - 1)
-        return _opened(answer)
+        if not self._leads:
+            self._post(f"{number}/facts/{self.process}", _sealed(fact))
+            return self._hear(number)
+        facts = self._collect(number, fact)
+        for answered in self._answered:  # all have sent this fact, so all have read the answers before it
+            _reach(0, KeyValueStore.delete, f"{self._keys}{answered}/")
+        self._answered.clear()
+        return self._answer(number, lambda: judge(facts))
 
     def exchange(self, fact: Any) -> Facts:
         """Send a fact to all processes; return the facts of all.
@@ -114,59 +122,69 @@ class Coordination:
         told: Facts = self.decide(fact, list)
         return told
 
-    def tell(self, fact: Any = None) -> Any:
-        """Return the fact of process 0, on every process; that of the others does not count."""
-        return self.decide(fact if self.process == 0 else None, lambda facts: facts[0])
+    def wait_for_all(self) -> None:
+        """Return when all processes have come to this point."""
+        self.decide(None, lambda _: None)
 
-    def send(self, fact: Any) -> None:
-        """Take part in a `tell` without waiting for the others: for a process that is about to give up."""
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """Return what process 0 makes, on every process. What it raises, all raise."""
         number = next(self._numbers)
-        if self.n_processes == 1:
-            return
-        if self.process:
-            self._post(number, fact)
-        else:
-            _reach(0, lambda store: store.set(f"{self._keys}{number}/answer", _sealed({"answer": fact})))
+        return self._answer(number, make) if self._leads else self._hear(number)
 
     def close(self) -> None:
         """Delete what is left of these exchanges, when all processes are done with them."""
-        if self.process == 0 and self.n_processes > 1:
-            _reach(self.process, lambda store: store.delete(self._keys))
+        if self._leads and self.n_processes > 1:
+            _reach(0, KeyValueStore.delete, self._keys)
 
-    def _post(self, number: int, fact: Any) -> None:
-        _reach(self.process, lambda store: store.set(f"{self._keys}{number}/facts/{self.process}", _sealed(fact)))
+    def _answer(self, number: int, make: Callable[[], Any]) -> Any:
+        """Make process 0's answer and send it; return it as the others read it."""
+        try:
+            answer = _sealed({"answer": make()})
+        except MeshmendError as error:
+            fields = {name: value for name, value in vars(error).items() if isinstance(value, PLAIN)}
+            self._post_error(number, type(error).__name__, str(error), fields)
+            raise
+        except BaseException as error:
+            self._post_error(number, "RestartError", f"Process 0 has failed: {describe(error)}. See its log.")
+            raise
+        self._post(f"{number}/answer", answer)
+        self._answered += [number] * (self.n_processes > 1)
+        return _opened(answer)
+
+    def _post_error(self, number: int, kind: str, message: str, fields: dict[str, Any] | None = None) -> None:
+        self._post(f"{number}/answer", _sealed({"error": kind, "message": message, "fields": fields or {}}))
+
+    def _hear(self, number: int) -> Any:
+        key = f"{self._keys}{number}/answer"
+        return _opened(self._wait_for(key, time.monotonic(), "process 0, or one that process 0 waits for"))
+
+    def _post(self, key: str, value: bytes) -> None:
+        if self.n_processes > 1:
+            _reach(self.process, KeyValueStore.set, f"{self._keys}{key}", value)
 
     def _collect(self, number: int, fact: Any) -> Facts:
         """Return the facts of all processes, when they are there."""
         folder, found = f"{self._keys}{number}/facts/", {0: json.loads(json.dumps(fact))}
         since, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        while True:
-            for key, sealed in _reach(self.process, lambda store: store.folder(folder)):
+        while len(found) < self.n_processes:
+            for key, sealed in _reach(self.process, KeyValueStore.folder, folder):
                 process = int(key.rpartition("/")[2])
                 if process not in found:
                     found[process] = _opened_fact(sealed)
-            missing = next((process for process in range(self.n_processes) if process not in found), None)
-            if missing is None:
-                return [found[process] for process in range(self.n_processes)]
-            # The service answers as soon as that one is there, and most others are then there, too.
-            self._wait_for(f"{folder}{missing}", since, f"{self._describe(found)}")
-            time.sleep(pause_s)
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-
-    def _describe(self, found: dict[int, Any]) -> str:
-        missing = [process for process in range(self.n_processes) if process not in found]
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        return f"{'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing[:3]))}{more}"
-
-    def _hear(self, key: str) -> bytes:
-        return self._wait_for(key, time.monotonic(), "process 0, or one that process 0 waits for")
+            if missing := [process for process in range(self.n_processes) if process not in found]:
+                # The service answers as soon as the first of them is there, and most others are then there, too.
+                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+                whom = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:3]))}{more}"
+                self._wait_for(f"{folder}{missing[0]}", since, whom)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        return [found[process] for process in range(self.n_processes)]
 
     def _wait_for(self, key: str, since: float, whom: str) -> bytes:
         """Wait for a key for as long as a process may take."""
         while True:
             left = since + self.limit_s - time.monotonic()
-            limit_s = max(0.0, min(LOOK_S, left))
-            sealed = _reach(self.process, lambda store: store.wait_for(key, limit_s))
+            sealed = _reach(self.process, KeyValueStore.wait_for, key, max(0.0, min(LOOK_S, left)))
             if sealed is not None:
                 return sealed
             if left <= 0:
@@ -176,23 +194,24 @@ class Coordination:
                     "before the job starts."
                 )
 
-    def _forget(self, number: int) -> None:
-        if number >= 0:
-            _reach(self.process, lambda store: store.delete(f"{self._keys}{number}/"))
 
-
-def _reach(process: int, use: Callable[[KeyValueStore], T]) -> T:
+def _reach(process: int, use: Callable[Concatenate[KeyValueStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Use the job's key-value store; raise a `TransientError` if it cannot be reached."""
     store = key_value_store()
     if store is None:
         raise RestartError("Processes cannot communicate yet: call job.initialize() first.")
     try:
-        return use(store)
+        return use(store, *args, **kwargs)
     except RuntimeError as error:
         raise TransientError(
             f"Process {process} cannot reach the coordination service on process 0's host any more: "
             f"{str(error).splitlines()[0]}. Process 0 is probably dead. The launcher will restart the survivors."
         ) from error
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's kind and its message, shortened, as other processes are told."""
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def _sealed(fact: Any) -> bytes:
@@ -203,18 +222,10 @@ def _opened_fact(sealed: bytes) -> Any:
     return json.loads(zlib.decompress(sealed))
 
 
-def _judged(judge: Callable[[Facts], Any], facts: Facts) -> bytes:
-    """Return process 0's answer, or the error that it has come to."""
-    try:
-        return _sealed({"answer": judge(facts)})
-    except MeshmendError as error:
-        fields = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | list)}
-        return _sealed({"error": type(error).__name__, "message": str(error), "fields": fields})
-
-
 def _opened(sealed: bytes) -> Any:
     told = _opened_fact(sealed)
     if "error" not in told:
         return told["answer"]
     kind = getattr(meshmend.errors, str(told["error"]), RestartError)
-    raise meshmend.errors.made_again(kind, (str(told["message"]),), dict(told["fields"]))
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in told["fields"].items()}
+    raise meshmend.errors.made_again(kind, (str(told["message"]),), fields)

@@ -108,16 +108,16 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
     found: dict[tuple[int, int, str, str], Source] = {}
     for process, offered in enumerate(offers):
         for offer in offered:
-            facts = {name: value for name, value in offer.items() if name != "parts"}
-            facts["slices"] = tuple(offer.get("slices", (0, 0)))
-            facts["hosts"] = frozenset(
-                host for first, last in offer.get("hosts", ()) for host in range(first, last + 1)
-            )
-            source = Source(**facts)
-            key = (source.attempt, source.step, source.kind, source.generation)
-            known = found.setdefault(key, source)
-            if source.verified < known.verified:
-                known = found[key] = replace(known, verified=source.verified)
+            key = (offer["attempt"], offer["step"], offer["kind"], offer["generation"])
+            if key not in found:
+                facts = {name: value for name, value in offer.items() if name != "parts"}
+                facts["slices"] = tuple(offer.get("slices", (0, 0)))
+                ranges = offer.get("hosts", ())
+                facts["hosts"] = frozenset(host for first, last in ranges for host in range(first, last + 1))
+                found[key] = Source(**facts)
+            known = found[key]
+            if offer["verified"] < known.verified:
+                known = found[key] = replace(known, verified=offer["verified"])
             for part in offer.get("parts", ()):
                 known.holders.setdefault(part, []).append(process)
     return [found[key] for key in sorted(found, reverse=True)]

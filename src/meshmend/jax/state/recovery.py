@@ -188,7 +188,7 @@ class Holder:
     describe: Callable[[Answer], Answer]
     """Given a source's facts."""
     take: Callable[[Answer], Answer]
-    """Given what is taken: read it, and return `why` it failed, what is `damaged`, what it `wants`, and its `extra`, if it has one."""
+    """Given what is taken: read it, and return `why` it failed, what is `damaged`, what it `wants`, and any `extra`."""
 
 
 def recover(process: int, judge: Recovery, mine: Holder) -> Protocol[tuple[Answer, Answer]]:
