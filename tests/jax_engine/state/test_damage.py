@@ -217,7 +217,7 @@ class Hosts:
         """What the processes of all hosts do between them; None where nothing is whole."""
         held = [self.holdings(process) for process in range(3)]
         judges = [Recovery((0, 1, 2), 2, "memory", lambda *_: 1, one.describe_own) for one in held]
-        said = [Holder(one.have, one.describe, one.take) for one in held]
+        said = [Holder(one.have, one.describe, one.take, one.send) for one in held]
         try:
             _, last = run_together([recover(i, judges[i], said[i]) for i in range(3)]).results[0]
             with ThreadPoolExecutor(3) as threads, patch("meshmend.jax.state.holdings.gather", self.gather):

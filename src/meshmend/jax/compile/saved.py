@@ -100,7 +100,7 @@ class SavedSteps:
                 except _NotLoadedError as error:
                     why = f"{name} {error}"
             # One that loads while another compiles would run another program, or wait for it for ever.
-            problem = self.session.coordination.decide([name, content, why], _problem)
+            problem = self.session.coordination.decide([name, content, why], why_not_loaded)
             if loaded is None or problem:
                 facts |= {"why_not_loaded": problem[:500]} if problem else {}
                 compiled = self._compile_for_all(name if problem != DIFFERENT else "", fabric, program)
@@ -251,7 +251,7 @@ def _kind(name: str) -> str:
     return f"compiled train step {name}"
 
 
-def _problem(everybody: list[list[str]]) -> str:
+def why_not_loaded(everybody: list[list[str]]) -> str:
     """Return why not all processes have loaded the same program; "" if they have, or if nobody was to load one."""
     if len({name for name, _, _ in everybody}) > 1:
         return DIFFERENT

@@ -388,14 +388,7 @@ class TrainingRun:
         }
 
         def judge(everybody: Facts) -> list[tuple[int, int]]:
-            for name in mine:
-                found = [facts[name] for facts in everybody]
-                other = next((process for process, value in enumerate(found) if value != found[0]), None)
-                if other is not None:
-                    raise RestartError(
-                        f"Processes were started with different settings: {name} is {found[0]!r} on process 0 and "
-                        f"{found[other]!r} on process {other}. Give all of them the same script, arguments and dataset."
-                    )
+            check_same_settings(everybody)
             return read_untrusted(self.options.shared.path)
 
         return [(attempt, step) for attempt, step in self.session.coordination.decide(mine, judge)]
@@ -417,10 +410,22 @@ class TrainingRun:
             check_independence(self.model, self.feed, self.session.fabric, self.params, self._compiled.program)
         if self.model.is_fsdp:
             return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
-        self.session.coordination.decide(digest(self.model.params), _check_same_params)
+        self.session.coordination.decide(digest(self.model.params), check_same_params)
 
 
-def _check_same_params(digests: Facts) -> None:
+def check_same_settings(everybody: Facts) -> None:
+    """Raise if the processes were not given the same things to do."""
+    for name in everybody[0]:
+        found = [facts[name] for facts in everybody]
+        other = next((process for process, value in enumerate(found) if value != found[0]), None)
+        if other is not None:
+            raise RestartError(
+                f"Processes were started with different settings: {name} is {found[0]!r} on process 0 and "
+                f"{found[other]!r} on process {other}. Give all of them the same script, arguments and dataset."
+            )
+
+
+def check_same_params(digests: Facts) -> None:
     """Raise if the processes have not begun with the same parameters."""
     other = next((process for process, found in enumerate(digests) if found != digests[0]), None)
     if other is not None:

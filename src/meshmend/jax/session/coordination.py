@@ -170,7 +170,7 @@ class Coordination:
             for key, sealed in _reach(self.process, KeyValueStore.folder, folder):
                 process = int(key.rpartition("/")[2])
                 if process not in found:
-                    found[process] = _opened_fact(sealed)
+                    found[process] = read_fact(sealed)
             if missing := [process for process in range(self.n_processes) if process not in found]:
                 # The service answers as soon as the first of them is there, and most others are then there, too.
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -218,12 +218,13 @@ def _sealed(fact: Any) -> bytes:
     return zlib.compress(json.dumps(fact, separators=(",", ":")).encode(), 1)
 
 
-def _opened_fact(sealed: bytes) -> Any:
+def read_fact(sealed: bytes) -> Any:
+    """Return a fact or an answer, given as it travels."""
     return json.loads(zlib.decompress(sealed))
 
 
 def _opened(sealed: bytes) -> Any:
-    told = _opened_fact(sealed)
+    told = read_fact(sealed)
     if "error" not in told:
         return told["answer"]
     kind = getattr(meshmend.errors, str(told["error"]), RestartError)

@@ -139,7 +139,7 @@ class Session:
             made = found or make(store)
             facts["from_cache"] = self.launch.process != 0 or was_there
             facts["planner"], facts["steps"] = made.schedules[0].planner, made.schedules[0].n_steps
-            self.coordination.decide(made.digest, _check_same_plan)
+            self.coordination.decide(made.digest, check_same_plan)
             return made
 
     def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
@@ -217,7 +217,7 @@ class Session:
         """Raise what a thread has ended the job with, where that has not ended the process."""
 
 
-def _check_same_plan(digests: list[str]) -> None:
+def check_same_plan(digests: list[str]) -> None:
     """Raise if one of the processes has another plan: their chips would wait for each other for ever."""
     other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:

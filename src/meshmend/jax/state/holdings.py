@@ -23,7 +23,7 @@ from meshmend.jax.state.memory.collect import NeededParts, gather
 from meshmend.jax.state.memory.copies import Copy, HostMemory, PartReader
 from meshmend.jax.state.memory.folders import delete_stale
 from meshmend.jax.state.memory.redundancy import look_for_room
-from meshmend.jax.state.recovery import Answer, sent_by
+from meshmend.jax.state.recovery import Answer
 from meshmend.jax.state.waiting import with_timeout
 
 
@@ -55,8 +55,9 @@ class Holdings:
         self._reader: PartReader | None = None
         self._parts: NeededParts | None = None
         self._read: Reader | None = None
-        self._damaged: dict[str, set[int]] = {}
-        """By generation: parts of this host's copy that it could not read."""
+        self._generation = ""
+        self._damaged: set[tuple[str, int]] = set()
+        """Generations of this host's copies, and parts of them that it could not read."""
 
     def have(self) -> Answer:
         """Return what other processes need to know about the copies of this host, and on process 0 about the disk."""
@@ -129,22 +130,37 @@ class Holdings:
         return {"why": "", "extra": saved.facts["extra"]}
 
     def _take_from_memory(self, what: Answer) -> Answer:
-        source, me = what["source"], self.session.launch.process
-        copy, parts = self._copy(source["generation"]), NeededParts(Outline.from_json(what["outline"]), self.layout)
-        damaged = self._damaged.setdefault(source["generation"], set())
-        has = [] if copy is None else [part for part in copy.parts if part not in damaged]
-        sends = [(part, which) for part, row in enumerate(what["send"]) for which, one in enumerate(row) if one == me]
-        why, found = "", list[int]()
-        if copy is not None and has:
-            try:
-                self._reader = self._files.enter_context(PartReader(copy))
-                why, found = _take_own(self._reader, has, sends, parts)
-            except OSError as error:  # all processes hear of it, or the others would wait for this one
-                why, found = f"{copy.path} cannot be read: {error.strerror}.", has
-        damaged.update(found)
-        self._parts = parts
-        extra = {} if copy is None else {"extra": copy.extra}
-        return {"why": why, "damaged": found, "wants": parts.wanted(has), **extra}
+        generation = what["source"]["generation"]
+        copy = self._copy(generation)
+        outline = copy.outline if copy is not None else Outline.from_json(what["outline"])
+        parts = self._parts = NeededParts(outline, self.layout)
+        if copy is None:
+            return {"why": "", "damaged": [], "wants": parts.wanted([])}
+        has = [part for part in copy.parts if (generation, part) not in self._damaged]
+        why, damaged = "", list[int]()
+        try:
+            self._reader = self._files.enter_context(PartReader(copy))
+            why, damaged = _take_own(self._reader, has, parts)
+        except OSError as error:  # all processes hear of it, or the others would wait for this one
+            why, damaged = f"{copy.path} cannot be read: {error.strerror}.", has
+        self._damaged |= {(generation, part) for part in damaged}
+        self._generation = generation
+        return {"why": why, "damaged": damaged, "wants": parts.wanted(has), "extra": copy.extra}
+
+    def send(self, sent: list[list[int]]) -> Answer:
+        """Check what this process is to send of its copy."""
+        why, damaged = "", list[int]()
+        for part, which, sender in sent:
+            if sender == self.session.launch.process and part not in damaged:
+                assert self._reader is not None  # noqa: S101  # or it would not be the sender
+                try:
+                    for _ in self._reader.blocks(part, which):
+                        pass
+                except (OSError, RestartError) as error:
+                    why = str(error)
+                    damaged.append(part)
+        self._damaged |= {(self._generation, part) for part in damaged}
+        return {"why": why, "damaged": damaged}
 
     def receive(self, last: Answer) -> Reader:
         """Return what this process needs of the state that all go on with: for every process, at the same time."""
@@ -152,8 +168,8 @@ class Holdings:
             assert self._read is not None  # noqa: S101  # it was taken from disk
             return self._read
         read = self._reader.read if self._reader is not None else (lambda *_: b"")
-        senders = sent_by(last["send"], last["wanted"])
-        gather(self._parts, senders, read, self.layout.programs.get("gather"))
+        sent_by = {(part, which): process for part, which, process in last["send"]}
+        gather(self._parts, sent_by, read, self.layout.programs.get("gather"))
         return self._parts.needed
 
     def close(self) -> None:
@@ -169,20 +185,14 @@ class Holdings:
         return f"host {self.session.host}"
 
 
-def _take_own(
-    reader: PartReader, has: Sequence[int], sends: Sequence[tuple[int, int]], parts: NeededParts
-) -> tuple[str, list[int]]:
-    """Take what is needed of the parts that this process has, and check what it may send to others.
-
-    Returns which parts are damaged, and why: others then send what was taken of those.
-    """
+def _take_own(reader: PartReader, has: Sequence[int], parts: NeededParts) -> tuple[str, list[int]]:
+    """Take what is needed of the parts that this process has; return why that failed, and which parts are damaged."""
     why, damaged = "", list[int]()
     for part in has:
-        needed = [which for which, ends in enumerate(parts.outline.slices(part)) if parts.needs(part, *ends)]
         try:
-            for which in sorted({*needed, *(which for one, which in sends if one == part)}):
-                for at, block in reader.blocks(part, which):
-                    if which in needed:
+            for which, ends in enumerate(parts.outline.slices(part)):
+                if parts.needs(part, *ends):
+                    for at, block in reader.blocks(part, which):
                         parts.put(part, at, np.frombuffer(block, np.uint8))
         except (OSError, RestartError) as error:
             why = str(error)

@@ -151,7 +151,7 @@ class Keeper:
             )
             with contextlib.closing(holdings):
                 process, judge = self.session.launch.process, self._judge(holdings)
-                mine = Holder(holdings.have, holdings.describe, holdings.take)
+                mine = Holder(holdings.have, holdings.describe, holdings.take, holdings.send)
                 begun, last = self.session.coordination.run(recover(process, judge, mine))
                 self._trust, self.attempt = Trust.of(begun["untrusted"]), begun["attempt"]
                 self.session.timeline.facts["round"] = self.attempt

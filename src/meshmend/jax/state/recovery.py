@@ -3,23 +3,25 @@
 `Recovery` is a value, without JAX, sockets or files: every process has one, process 0 answers with its own. It takes
 the facts of all processes and says what all of them do next. The questions, and why each is needed:
 
-    have        What do you have?                    every process       once: only its host knows its copies
-    describe    What is in the copies of this state? one that has them   only if process 0 has none of its own
-    take        Can you read your parts of it?       every process       damage shows when a part is read, and a part
-                                                                         that is damaged here may be whole elsewhere
+    have        What do you have?                    once: only its host knows its copies
+    describe    What is in the copies of this state? where a host has none of them, and process 0 neither
+    take        What of it do you lack, or can't     once per state that is tried: a part is only found to be damaged
+                you read?                            when it is read, and it may be whole on another host
+    send        Can you read what you are to send?   only where a host lacks something
 
-    have -> take -> go                               the usual case
-            take -> take                             a part is damaged, and another host has it
-            take -> take (the next state)            nobody else has it, or the checkpoint cannot be read
+    have -> take -> go                               every host has all that it needs
+            take -> send -> go                       the usual case where states are sharded
+            take -> take, send -> take               a part is damaged: it comes from another host that has it, or all
+                                                     try the state before it
     have -> start                                    nothing was ever kept
     have -> wait                                     hosts that are absent have the rest: they may come back
 
-`take` and `go` name who sends each slice. What cannot be restored is an error, the same on every process.
+What cannot be restored is an error, the same on every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,17 +29,15 @@ import numpy as np
 
 from meshmend.errors import RestartError
 from meshmend.jax.session.coordination import Facts, Protocol, Question
-from meshmend.jax.state.candidates import Source, Trust, check_agreement, rank_sources
+from meshmend.jax.state.candidates import Slice, Source, Trust, check_agreement, rank_sources
 from meshmend.launch.hosts import name_hosts
 
 Answer = dict[str, Any]
-Slice = tuple[int, int]
-"""A part, and the number of a slice of it."""
 
 
 @dataclass
 class Recovery:
-    """Process 0's decisions of one recovery. `have`, `describe` and `take` each judge the facts of all processes.
+    """Process 0's decisions of one recovery. `have`, `describe`, `take` and `send` judge the facts of all processes.
 
     `hosts` has the number of each process's host, `round_` is the launcher's; `folders` says where states are kept, and
     `choose_blocks` how many blocks copies will have, given what each process said of its `room` and whether the job is
@@ -60,6 +60,8 @@ class Recovery:
     _damaged: set[int] = field(default_factory=set)
     """Steps whose checkpoint cannot be read."""
     _trust: Trust = field(default_factory=Trust)
+    _extra: Any = None
+    """What was kept with the state that all go on with."""
 
     def have(self, facts: Facts) -> Answer:
         """Rank what all processes have, and say what is tried first; the answer also has what holds for all of it."""
@@ -85,20 +87,35 @@ class Recovery:
 
     def describe(self, facts: Facts) -> Answer:
         """Say what is taken, given the description that one of its holders has sent."""
-        return self._take(self._left[0], next(one for one in facts if one is not None))
+        return {"do": "take", "source": self._left[0].facts(), **next(one for one in facts if one is not None)}
 
     def take(self, facts: Facts) -> Answer:
-        """Judge what the processes have read of a source: go on with it, without what is damaged, or try the next."""
+        """Judge what the processes have read of a source: say who sends what they lack, or what is tried next."""
         source = self._left[0]
+        if again := self._without_damaged(source, facts):
+            return again
+        self._extra = next(one["extra"] for one in facts if "extra" in one)
+        wanted = wanted_slices(source, [one["wants"] for one in facts]) if source.kind == "memory" else []
+        if not wanted:
+            return self._go(source)
+        senders = source.senders(wanted)
+        return {"do": "send", "send": [[*one, senders[one]] for one in sorted(wanted)]}
+
+    def send(self, facts: Facts) -> Answer:
+        """Judge what the processes have read of what they are to send."""
+        return self._without_damaged(self._left[0], facts) or self._go(self._left[0])
+
+    def _without_damaged(self, source: Source, facts: Facts) -> Answer:
+        """Return what is done next where a process could not read something, and nothing where all could."""
         failed = [(host, one["why"]) for host, one in zip(self.hosts, facts, strict=True) if one["why"]]
         if not failed:
-            return self._go(source, facts)
+            return {}
         more = f" (and on {len(failed) - 1} more hosts)" if len(failed) > 1 else ""
         self.problems.append(f"host {failed[0][0]}: {failed[0][1]}{more}")
         if source.kind == "memory":
             self._left[0] = source.without({process: one["damaged"] for process, one in enumerate(facts)})
-            if self._left[0].is_whole:
-                return {"do": "take", "source": source.facts(), "send": senders(self._left[0])}
+            if self._left[0].is_whole and self._left[0].holders != source.holders:
+                return {"do": "take", "source": source.facts()}
         else:
             self._damaged.add(source.step)
         del self._left[0]
@@ -117,29 +134,24 @@ class Recovery:
                 )
             if not self._trust.trusts(source.attempt, source.step):
                 self._passed_over.append(source)
-            elif source.is_whole and source.kind == "disk":
+            elif source.is_whole and (source.kind == "disk" or len(source.holding) == len(self.hosts)):
                 return {"do": "take", "source": source.facts()}
-            elif source.is_whole:
+            elif source.is_whole:  # some have no copy, which would say what is in it
                 described = self.describe_own(source)
                 if described is not None:
-                    return self._take(source, described)
-                return {"do": "describe", "source": source.facts(), "process": min(source.providers.values())}
+                    return {"do": "take", "source": source.facts(), **described}
+                return {"do": "describe", "source": source.facts(), "process": min(source.holding)}
             else:
                 self._incomplete.append(source)
             del self._left[0]
         return self._nothing()
 
-    def _take(self, source: Source, described: Answer) -> Answer:
-        return {"do": "take", "source": source.facts(), "send": senders(source), **described}
-
-    def _go(self, source: Source, facts: Facts) -> Answer:
-        """All have read what they were to read: say which slices are sent, and what becomes of the rest."""
+    def _go(self, source: Source) -> Answer:
+        """All have read what they were to read: say what becomes of the rest."""
         if self._passed_over:
             self.problems.append(self._trust.explain(self._passed_over))
         verified = max(self._trust.verified_step(source, self._sources), 0)
-        extra = next(one["extra"] for one in facts if "extra" in one)
-        wanted = union(one["wants"] for one in facts) if source.kind == "memory" else ""
-        return {"do": "go", "extra": extra, "wanted": wanted, "verified": verified, **self._rest(source.step)}
+        return {"do": "go", "extra": self._extra, "verified": verified, **self._rest(source.step)}
 
     def _rest(self, step: int) -> Answer:
         """Return what is kept of all checkpoints, with the problems, after it is known which step the job is at."""
@@ -189,40 +201,32 @@ class Holder:
     """Given a source's facts."""
     take: Callable[[Answer], Answer]
     """Given what is taken: read it, and return `why` it failed, what is `damaged`, what it `wants`, and any `extra`."""
+    send: Callable[[list[list[int]]], Answer]
+    """Given part, slice and sender of all that is sent: read what this one sends, and return `why` and `damaged`."""
 
 
 def recover(process: int, judge: Recovery, mine: Holder) -> Protocol[tuple[Answer, Answer]]:
-    """Find the state to resume from, with all other processes; return what holds for the job, and the last answer."""
+    """Find the state to resume from, with all other processes; return what holds for the job, and the last answer.
+
+    That has the `source`, and what is to `send`, if a host lacks anything.
+    """
     begun = answer = yield Question(mine.have(), judge.have)
     taken: Answer = {}
-    while answer["do"] in ("describe", "take"):
+    while answer["do"] in ("describe", "take", "send"):
         if answer["do"] == "describe":
             fact = mine.describe(answer["source"]) if answer["process"] == process else None
             answer = yield Question(fact, judge.describe)
-        else:
-            taken |= answer
+        elif answer["do"] == "take":
+            taken = {"outline": taken.get("outline"), **answer, "send": []}
             answer = yield Question(mine.take(taken), judge.take)
+        else:
+            taken["send"] = answer["send"]
+            answer = yield Question(mine.send(answer["send"]), judge.send)
     return begun, taken | answer
 
 
-def senders(source: Source) -> list[list[int]]:
-    """Return who sends each slice of a source, part by part: a process per slice, in their order."""
-    found: list[list[int]] = [[] for _ in range(source.n_parts)]
-    for (part, _), process in sorted(source.providers.items()):
-        found[part].append(process)
-    return found
-
-
-def union(wants: Iterable[str]) -> str:
-    """Return the bits, as hex digits, that any of these has."""
-    found: np.ndarray[Any, np.dtype[np.uint8]] = np.bitwise_or.reduce(
-        [np.frombuffer(bytes.fromhex(word), np.uint8) for word in wants]
-    )
-    return found.tobytes().hex()
-
-
-def sent_by(send: Sequence[Sequence[int]], wanted: str) -> Mapping[Slice, int]:
-    """Return the process that sends each slice which any process wants."""
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(wanted), np.uint8))
-    slices = [(part, which) for part, row in enumerate(send) for which in range(len(row))]
-    return {(part, which): send[part][which] for (part, which), bit in zip(slices, bits, strict=False) if bit}
+def wanted_slices(source: Source, wants: Sequence[str]) -> list[Slice]:
+    """Return the slices of a source that any process wants: each of these has a bit per slice, as hex digits."""
+    bits = np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(word), np.uint8) for word in wants])
+    slices = [*source.all_slices()]
+    return [slices[number] for number in np.flatnonzero(np.unpackbits(bits)).tolist()]
