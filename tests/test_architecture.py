@@ -23,7 +23,7 @@ PACKAGES = [
     ["schedule"],
     ["cost", "numpy"],
     ["planning", "drawing"],
-    ["availability", "quarantine"],
+    ["quarantine"],
     ["launch"],
     ["meshmend"],
     ["jax", "torch"],

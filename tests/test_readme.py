@@ -5,7 +5,6 @@ That the README's commands run is for test_pages.py.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import meshmend as mm
 from meshmend.cli import app
@@ -110,15 +108,3 @@ def test_goodput_is_what_its_page_says() -> None:
     table = [float(value) for name, value in rows if not name.startswith(ON_ITS_PAGE_ONLY)]
     assert sorted(round(value, 1) for value in table) == goodputs_said()
     assert len(rows) == len(table) + len(ON_ITS_PAGE_ONLY)
-
-
-@pytest.mark.slow
-def test_a_simulated_year_is_what_it_says() -> None:
-    def goodput(*words: str) -> dict[str, float]:
-        done = CliRunner().invoke(app, ["availability", "32x32", *words, "--json"])
-        assert done.exit_code == 0, done.output
-        return {one["policy"]: one["goodput"]["mean"] for one in json.loads(done.stdout)["policies"]}
-
-    said = [value for answer, value in goodput().items() if answer not in ON_ITS_PAGE_ONLY]
-    said.append(goodput("--hardware", "tpu-v6e-xla")["fault-tolerant"])
-    assert sorted(round(100 * value, 1) for value in said) == goodputs_said()

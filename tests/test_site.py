@@ -1,4 +1,4 @@
-"""The site and a report as a reader sees them, in Chromium: wide and narrow, light and dark. The site is built, and
+"""The site as a reader sees it, in Chromium: wide and narrow, light and dark. The site is built, and
 served on loopback.
 
 These take about a minute, so they are slow tests. `python tests/test_site.py FOLDER` writes a screenshot of every
@@ -24,8 +24,6 @@ import pytest
 from selenium import webdriver
 
 from chromium import open_chromium, read_log, requests
-from meshmend.availability import Assumptions, simulate
-from meshmend.availability.report import write_report
 
 pytestmark = pytest.mark.slow
 
@@ -162,22 +160,6 @@ def test_the_first_screen_has_everything(scheme: str, site: str, browser: webdri
         box = browser.execute_script(f"return document.querySelector('{what}').getBoundingClientRect().toJSON()")
         assert box["width"] > 100, what
         assert box["bottom"] <= WIDE[1], what
-
-
-@pytest.mark.parametrize(
-    ("size", "scheme"), [(size, scheme) for size in (WIDE, NARROW) for scheme in ("light", "dark")]
-)
-def test_a_report_can_be_read(size: tuple[int, int], scheme: str, tmp_path: Path, browser: webdriver.Chrome) -> None:
-    """The page of `meshmend availability -o`, opened as a file."""
-    study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=1)
-    path = tmp_path / "report.html"
-    path.write_text(write_report(study, [(1.0, study)], name="A machine"), encoding="utf-8")
-    show(browser, path.as_uri(), size, scheme)
-    assert browser.execute_script("return getComputedStyle(document.documentElement).colorScheme") == "light dark"
-    assert browser.execute_script(CONTRAST) == []
-    assert browser.execute_script(TOO_WIDE) == []
-    assert read_log(browser, "browser") == []
-    assert [url for url in requests(browser) if not url.startswith(("file:", "data:"))] == []
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from meshmend.availability import Assumptions, Study, simulate
-from meshmend.availability.simulate import LOSSES, sweep
-from meshmend.availability.throughput import Throughput
+from meshmend_lab.availability import Assumptions, Study, simulate
+from meshmend_lab.availability.simulate import LOSSES, sweep
+from meshmend_lab.availability.throughput import Throughput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

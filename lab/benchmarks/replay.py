@@ -21,15 +21,15 @@ from typing import Any
 
 from rich.table import Table
 
-from meshmend.availability.assumptions import Assumptions
-from meshmend.availability.history import FailureEvent
-from meshmend.availability.job import TimeSpent, simulate_run
-from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, SubMesh, make_policies
-from meshmend.availability.throughput import Throughput
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
 from meshmend.errors import ParameterError
 from meshmend.launch.hosts import Hosts
 from meshmend.topology import Mesh, name_shape
+from meshmend_lab.availability.assumptions import Assumptions
+from meshmend_lab.availability.history import FailureEvent
+from meshmend_lab.availability.job import TimeSpent, simulate_run
+from meshmend_lab.availability.policies import POLICIES, FaultTolerant, Policy, SubMesh, make_policies
+from meshmend_lab.availability.throughput import Throughput
 from recorded_job import DETECT, TRAINING, RecordedJob, RunAccount, read_record
 
 PLAN, AGAIN = "plan", "steps done again"
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--host", metavar="SHAPE", default="2x2", help="the chips of a host; with --mesh")
     parser.add_argument("--json", action="store_true", help="print JSON")
     for name, kind in ASSUMED.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="an assumption of meshmend availability")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="an assumption of meshmend lab availability")
     words = parser.parse_args()
     given = None if words.mesh is None else Hosts.of(words.mesh, words.host)
     others = {name: getattr(words, name) for name in ASSUMED if getattr(words, name) is not None}

@@ -14,7 +14,20 @@ import meshmend_lab
 SOURCE = Path(meshmend_lab.__file__).parent
 ROOT = Path(__file__).parents[2]
 # From left to right: a part may import from its own place or from the left. All may import meshmend.
-ORDER = ["errors", "extras", "mesh", "simgrid", "paper", "tenstorrent", "export", "pallas", "bench", "probes", "cli"]
+ORDER = [
+    "errors",
+    "extras",
+    "mesh",
+    "simgrid",
+    "availability",
+    "paper",
+    "tenstorrent",
+    "export",
+    "pallas",
+    "bench",
+    "probes",
+    "cli",
+]
 PATHS = sorted(SOURCE.rglob("*.py"))
 
 

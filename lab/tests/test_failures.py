@@ -29,6 +29,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "delay without a lab", ["--loopback", "1x2", "--delay", "5ms"], "--delay is of a lab's links"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
+    ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
+    ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
+    ("availability", "bad ending", ["4x4", "-o", "a.pdf"], "expected .html or .htm"),
+    ("availability", "name and no page", ["4x4", "--name", "Mine"], "give --output F.html, too"),
+    ("availability", "no folder", ["4x4", "-o", "nowhere/a.html"], "nothing can be written"),
     ("paper", "bad unit", ["--resnet-compute", "long"], "is not a time"),
     ("figure", "no such figure", ["11", "-o", "a.svg"], "there is no figure 11"),
     ("figure", "bad ending", ["9", "-o", "a.html"], "a.html ends in '.html'"),
@@ -77,7 +83,7 @@ def test_a_wrong_command_line_is_one_line(command: str) -> None:
         assert (code, out) == (2, "")
         assert re.fullmatch(r"Error: [^\n]+\n", err)
     else:
-        check([*words, "--no-such-option"], "No such option: --no-such-option. See: ", code=2)
+        check([*words, "--qqq"], "No such option: --qqq. See: ", code=2)
 
 
 @pytest.mark.parametrize(

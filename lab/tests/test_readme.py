@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import meshmend_lab.tenstorrent
 import table
 from meshmend_lab.cli import app
-from test_readme import README, rows
+from test_readme import ON_ITS_PAGE_ONLY, README, goodputs_said, rows
 
 MEASURED = Path(meshmend_lab.tenstorrent.__file__).with_name("ttnn_meshes.json")
 
@@ -42,3 +43,15 @@ def test_what_tenstorrents_runtime_opens_is_what_it_answered() -> None:
     assert len(singles) == 32
     assert f"with one of 32 chips gone, its runtime opens a mesh of {opened[0]} or {opened[1]}" in README
     assert len(opened) == 2
+
+
+@pytest.mark.slow
+def test_a_simulated_year_is_what_it_says() -> None:
+    def goodput(*words: str) -> dict[str, float]:
+        done = CliRunner().invoke(app, ["availability", "32x32", *words, "--json"])
+        assert done.exit_code == 0, done.output
+        return {one["policy"]: one["goodput"]["mean"] for one in json.loads(done.stdout)["policies"]}
+
+    said = [value for answer, value in goodput().items() if answer not in ON_ITS_PAGE_ONLY]
+    said.append(goodput("--hardware", "tpu-v6e-xla")["fault-tolerant"])
+    assert sorted(round(100 * value, 1) for value in said) == goodputs_said()

@@ -13,7 +13,7 @@ Packages, and the rooms inside `jax`. Each imports itself and lines above it, an
     schedule: steps of transfers, and their proof
     cost, numpy: how long a schedule takes; the reference engine
     planning, drawing: planners; pictures of what they make
-    availability, quarantine: the worth of plans over months; what is left out for its wrong numbers
+    quarantine: what is left out for its wrong numbers
     launch: jobs that survive the failure of hosts
     meshmend: the names that most programs need
     jax, torch: engines to train with, and jobs on them

@@ -20,12 +20,12 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from commandline import commands
-from meshmend import Collective, Mesh, load, plan, save
+from forged_plans import forge
+from meshmend import Collective, Mesh, Op, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
 from meshmend.errors import MeshmendError
-from meshmend.schedule.serialize import to_text
 from meshmend.schedule.split import reduce_scatter_of
 from pages import ROOT
 
@@ -41,8 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save(PLAN, "plan.npz")
     Path("damaged.npz").write_bytes(Path("plan.npz").read_bytes()[:-100])
-    Path("damaged.txt").write_text("meshmend schedule 1\n{}\n")
-    Path("wrong.txt").write_text(WRONG)
+    save(WRONG, "wrong.npz")
     Path("folder.npz").mkdir()
     Path("file").touch()
     Path("damaged list").mkdir()
@@ -51,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PLAN = plan(Mesh("2x2"), "hamiltonian")
-WRONG = to_text(PLAN).replace("reduce  phase", "copy  phase", 1)
+WRONG = PLAN.replace(op=[Op.COPY, *PLAN.op[1:]])
 
 PLANNED = ("--planner", "hamiltonian")
 PAID = ("--payload", "1MB")
@@ -85,7 +84,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "half a route", ["4x4", "--route", "0,0"], "'0,0' is not a route. Write its two chips"),
     ("verify", "missing", ["nowhere.npz"], "nowhere.npz"),
     ("verify", "damaged", ["damaged.npz"], "damaged.npz"),
-    ("verify", "no all-reduce", ["wrong.txt"], "ends with a wrong chunk"),
+    ("verify", "no all-reduce", ["wrong.npz"], "ends with a wrong chunk"),
     ("verify", "bad ending", ["file"], "file"),
     ("plan", "bad rate", ["4x4", "--hardware", "ideal:link_bytes_per_s=fast"], "is not a link rate"),
     ("plan", "bad time", ["4x4", "--hardware", "ideal:step_latency_s=1 fortnight"], "is not a time"),
@@ -94,11 +93,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "plan and holes", ["plan.npz", *PAID, "--fail", "0,0"], "leave out --fail"),
     ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
-    ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
-    ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
-    ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
-    ("availability", "bad ending", ["4x4", "-o", "a.pdf"], "expected .html or .htm"),
-    ("availability", "name and no page", ["4x4", "--name", "Mine"], "give --output F.html, too"),
     ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
     ("draw", "bad steps", ["4x4", "--steps", "3", "-o", "a.html"], "as in 0-40"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
@@ -222,7 +216,6 @@ def test_a_missing_extra_is_one_line(
         ["plan", "4x4", "--save", "nowhere/plan.npz"],
         ["draw", "4x4", "-o", "nowhere/a.svg"],
         ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
-        ["availability", "4x4", "-o", "nowhere/a.html"],
     ],
     ids=lambda words: words[0],
 )
@@ -236,7 +229,6 @@ def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypat
         "draw.plan",
         "prepare.StepDemands",
         "compare.compare",
-        "availability.simulate",
     ):
         module, _, name = place.partition(".")
         monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)
@@ -253,11 +245,7 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def hostile_plan(name: str = HOSTILE) -> str:
     """Write a plan that is right and whose names are not; return its file."""
-    text = to_text(PLAN).split("\n")
-    header = json.loads(text[1])
-    header |= {"planner": name, "phases": [name for _ in header["phases"]]}
-    Path("hostile.txt").write_text("\n".join([text[0], json.dumps(header), *text[2:]]))
-    return "hostile.txt"
+    return str(forge(Path("hostile.npz"), PLAN, planner=name, phases=[name for _ in PLAN.phase_names]))
 
 
 @pytest.mark.parametrize(

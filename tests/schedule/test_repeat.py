@@ -15,11 +15,12 @@ import pytest
 import counting
 import meshmend as mm
 import meshmend.numpy as mmn
+from forged_plans import forge
 from meshmend import Mesh, Op, Schedule
 from meshmend.cost import StepDemand, link_load
 from meshmend.errors import CollisionError, ScheduleError, ScheduleFileError, VerificationError
 from meshmend.schedule import MAX_EXPANDED, Collective
-from meshmend.schedule.serialize import from_text, to_text
+from meshmend.schedule.serialize import to_text
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from random_schedules import random_schedule, with_idle_steps
 
@@ -220,11 +221,10 @@ def test_asynchronous_forecasts_of_long_schedules_go_on_at_their_pace(
             assert mm.predict(whole, 1e8, hardware, mode="asynchronous").seconds == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("ending", [".npz", ".txt"])
-def test_files_keep_the_template_and_its_two_numbers(tmp_path: Path, ending: str) -> None:
+def test_files_keep_the_template_and_its_two_numbers(tmp_path: Path) -> None:
     whole = mm.plan(Mesh("4x4", failed=["1,1"]), "weave", chunks=6).repeated(10**6, 5)
-    mm.save(whole, tmp_path / f"plan{ending}")
-    back = mm.load(tmp_path / f"plan{ending}")
+    mm.save(whole, tmp_path / "plan.npz")
+    back = mm.load(tmp_path / "plan.npz")
     assert back == whole
     assert (back.repeats, back.period, back.total_chunks) == (10**6, 5, 6 * 10**6)
     assert not back.is_proven
@@ -239,24 +239,23 @@ def test_files_without_repeats_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("changes", "message"),
     [
-        ('"repeats": 3', '"repeats": 1', "repeats in its header is 1, expected 2 or more"),
-        ('"repeats": 3', '"repeats": -3', "expected 2 or more"),
-        ('"repeats": 3', '"repeats": true', "repeats in its header should be int"),
-        ('"repeats": 3, ', "", "repeats in its header should be int, got None"),
-        ('"repeats": 3', '"repeats": 9999999999', "at most 2,147,483,647 chunks"),
-        ('"period": 1', '"period": 0', "expected 1 to the template's 2"),
-        ('"period": 1', '"period": 3', "expected 1 to the template's 2"),
-        ('"period": 1', '"period": 1.5', "period in its header should be int"),
-        ("schedule 2", "schedule 1", "it repeats, which format 1 does not"),
+        ({"repeats": 1}, "repeats in its header is 1, expected 2 or more"),
+        ({"repeats": -3}, "expected 2 or more"),
+        ({"repeats": True}, "repeats in its header should be int"),
+        ({"drop": "repeats"}, "repeats in its header should be int, got None"),
+        ({"repeats": 9999999999}, "at most 2,147,483,647 chunks"),
+        ({"period": 0}, "expected 1 to the template's 2"),
+        ({"period": 3}, "expected 1 to the template's 2"),
+        ({"period": 1.5}, "period in its header should be int"),
+        ({"format": 1}, "it repeats, which format 1 does not"),
     ],
 )
-def test_nonsense_in_a_file_is_refused(old: str, new: str, message: str) -> None:
-    text = to_text(pair().repeated(3, 1))
-    assert old in text
-    with pytest.raises((ScheduleFileError, ScheduleError), match=message):
-        from_text(text.replace(old, new))
+def test_nonsense_in_a_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = forge(tmp_path / "plan.npz", pair().repeated(3, 1), **changes)
+    with pytest.raises(ScheduleFileError, match=message):
+        mm.load(path)
 
 
 def test_numbers_that_make_no_schedule_are_refused() -> None:

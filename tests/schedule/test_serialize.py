@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from meshmend import Collective, Mesh, Schedule, load, plan, save, verify
+from meshmend import Mesh, Schedule, load, plan, save, verify
 from meshmend.errors import ScheduleFileError
 from meshmend.schedule import serialize
-from meshmend.schedule.serialize import COLUMNS, from_text, to_text
+from meshmend.schedule.serialize import COLUMNS, to_text
 
 SCHEDULES = {
     "holed": plan(Mesh("6x6", failed=["2x2@2,2"]), "row-pairs"),
@@ -27,10 +27,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("ending", [".npz", ".txt"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_saved_is_loaded(tmp_path: Path, name: str, ending: str) -> None:
-    path = tmp_path / f"plan{ending}"
+def test_what_is_saved_is_loaded(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "plan.npz"
     save(SCHEDULES[name], path)
     again = load(path)
     assert again == SCHEDULES[name]
@@ -90,25 +89,14 @@ class Bomb:
 
 
 def test_pickles_are_never_opened(tmp_path: Path) -> None:
-    for name, data in (("a.npz", pickle.dumps(Bomb())), ("a.txt", pickle.dumps(Bomb()))):
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(ScheduleFileError, match=r"archive is damaged|not UTF-8|line 1 should be"):
-            load(tmp_path / name)
+    (tmp_path / "a.npz").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ScheduleFileError, match="archive is damaged"):
+        load(tmp_path / "a.npz")
     stream = io.BytesIO()
     np.save(stream, np.array([Bomb()], dtype=object), allow_pickle=True)
     with pytest.raises(ScheduleFileError, match=r"step holds \|O"):
         load(archive(tmp_path, step=stream.getvalue()))
     assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
-
-
-TEXT = to_text(plan(Mesh("2x2"), "hamiltonian"))
-
-
-def test_a_transfer_on_a_failed_chip_is_refused(tmp_path: Path) -> None:
-    text = to_text(SCHEDULES["holed"]).replace("(0,0) -> (0,1)", "(0,0) -> (2,2)", 1)
-    (tmp_path / "plan.txt").write_text(text)
-    with pytest.raises(ScheduleFileError, match=r"line \d+: Chip \(2,2\) has failed"):
-        load(tmp_path / "plan.txt")
 
 
 def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -143,45 +131,29 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
         Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0], planner="é" * 200,
         phase_names=("größer (1/2): x",),
     )  # fmt: skip
-    for ending in (".npz", ".txt"):
-        save(good, tmp_path / f"plan{ending}")
-        assert load(tmp_path / f"plan{ending}") == good
+    save(good, tmp_path / "plan.npz")
+    assert load(tmp_path / "plan.npz") == good
     with pytest.raises(ScheduleFileError, match="cannot be written: Not a directory"):
         save(good, tmp_path / "plan.npz" / "plan.npz")
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    for ending in (".npz", ".txt"):
-        device, pipe, folder, link = (tmp_path / f"{kind}{ending}" for kind in ("device", "pipe", "folder", "link"))
-        device.symlink_to("/dev/zero")
-        os.mkfifo(pipe)
-        folder.mkdir()
-        for path in (device, pipe, folder):
-            with pytest.raises(ScheduleFileError, match="not a regular file"):
-                load(path)
-        save(SCHEDULES["alone"], tmp_path / f"plan{ending}")
-        link.symlink_to(tmp_path / f"plan{ending}")
-        assert load(link) == SCHEDULES["alone"]
+    device, pipe, folder, link = (tmp_path / f"{kind}.npz" for kind in ("device", "pipe", "folder", "link"))
+    device.symlink_to("/dev/zero")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (device, pipe, folder):
+        with pytest.raises(ScheduleFileError, match="not a regular file"):
+            load(path)
+    save(SCHEDULES["alone"], tmp_path / "plan.npz")
+    link.symlink_to(tmp_path / "plan.npz")
+    assert load(link) == SCHEDULES["alone"]
     opened = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ScheduleFileError, match="not a regular file"):
         load(tmp_path / "device.npz")
     with pytest.raises(ScheduleFileError, match="bytes; at most 10 are read"):
         load(tmp_path / "plan.npz", max_bytes=10)
     assert len(list(Path("/proc/self/fd").iterdir())) == opened
-
-
-def test_texts_have_a_limit_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.txt"
-    text = to_text(SCHEDULES["torus"])
-    save(SCHEDULES["torus"], path)
-    monkeypatch.setattr(serialize, "MAX_TEXT_BYTES", len(text))
-    assert load(path) == SCHEDULES["torus"]
-    save(SCHEDULES["torus"], path)
-    monkeypatch.setattr(serialize, "MAX_TEXT_BYTES", len(text) - 1)
-    with pytest.raises(ScheduleFileError, match=f"it has {len(text):,} bytes; at most {len(text) - 1:,} are read"):
-        load(path)
-    with pytest.raises(ScheduleFileError, match=r"too large for the text form\. Save it as \.npz"):
-        save(SCHEDULES["torus"], path)
 
 
 def told(path: Path, **arguments: Any) -> str:
@@ -274,67 +246,15 @@ def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], mes
 # A terminal would act on these.
 @pytest.mark.parametrize("name", ["x\x1b]0;owned\x07", "[bold red]all is well[/]", "all is well]", "\u202eelif", ""])
 def test_no_name_in_a_file_can_do_harm(tmp_path: Path, name: str) -> None:
-    lines = to_text(SCHEDULES["holed"]).split("\n")
-    lines[1] = json.dumps(json.loads(lines[1]) | {"planner": name})
-    (tmp_path / "plan.txt").write_text("\n".join(lines))
-    for path in (archive(tmp_path, header=header(phases=[name, *["x"] * 7])), tmp_path / "plan.txt"):
-        said = told(path)
+    for facts in ({"planner": name}, {"phases": [name, *["x"] * 7]}):
+        said = told(archive(tmp_path, header=header(**facts)))
         assert f"the name {name!r} cannot be in a file: expected 1 to 200 printable" in said
         assert said.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 3'."),
-        ("meshmend", "x" * 50, f"line 1 should be 'meshmend schedule 1', got {'x' * 40!r}."),
-        (
-            "(0,0) -> (0,1)",
-            "(0,0) -> (0,9)",
-            "line 5: Chip (0,9) lies outside the 2x2 mesh; coordinates count from 0.",
-        ),
-        (
-            "  (0,0) -> (0,1)  chunk 0  reduce",
-            "  (0,0) -> (0,1)  chunk 0  multiply and more",
-            "line 5 is neither a step nor a transfer: '  (0,0) -> (0,1)  chunk 0  multiply and more  phase 0'.",
-        ),
-        ("step 0", "step 0" + "!" * 70, f"line 4 is neither a step nor a transfer: {('step 0' + '!' * 70)[:60]!r}."),
-        ("step 0", "", "line 4 is neither a step nor a transfer: ''."),
-        ("step 0\n", "", "Transfer 0: step is -1, expected 0 to 47 on Mesh(2x2: 4 chips) with 8 chunks."),
-        (
-            "owners (1,0)",
-            "holders (1,0)",
-            "line 3 should list the owners, got 'holders (1,0) (0,0) (0,1) (1,1) (0,1) (1'.",
-        ),
-        (
-            "owners (1,0)",
-            f"owners {'z' * 50}",
-            f"line 3: {'z' * 40!r} is not an owner; write (row,column) or (row,column)*count.",
-        ),
-        ("owners (1,0)", "owners (1,0)*3", "line 3 gives owners to 10 chunks, expected 8."),
-        ("owners (1,0)", "owners (1,0)*2147483647", "line 3 gives owners to 2147483654 chunks, expected 8."),
-        ("phase 0", "phase 7", "Transfer 0: phase is 7, expected 0 to 1 on Mesh(2x2: 4 chips) with 8 chunks."),
-        ("owners (1,0)", "owners (7,0)", "line 3: Chip (7,0) lies outside the 2x2 mesh; coordinates count from 0."),
-        (
-            '"chunks": 8',
-            '"chunks": 16777217',
-            "it claims 16,777,217 chunks; the text form carries up to 16,777,216.",
-        ),
-    ],
-)
-def test_what_is_said_of_a_text(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in TEXT
-    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
-    assert told(tmp_path / "plan.txt") == DAMAGED + message
-
-
 def test_what_is_said_of_files_that_are_none(tmp_path: Path) -> None:
-    assert told(tmp_path / "plan.pkl") == f"{DAMAGED}its name ends in '.pkl'; a schedule is .npz or .txt."
+    assert told(tmp_path / "plan.pkl") == f"{DAMAGED}its name ends in '.pkl', expected .npz. Save the schedule as .npz."
     assert told(tmp_path / "none.npz") == " cannot be read: No such file or directory."
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    assert told(tmp_path / "bad.txt") == " is not a schedule: its text is not UTF-8."
-    (tmp_path / "short.txt").write_text("meshmend schedule 1\n{}")
-    assert told(tmp_path / "short.txt") == f"{DAMAGED}it ends before the owners."
     (tmp_path / "bad.npz").write_bytes(b"PK")
     assert told(tmp_path / "bad.npz") == f"{DAMAGED}the archive is damaged (File is not a zip file)."
     (tmp_path / "folder.npz").mkdir()
@@ -368,7 +288,7 @@ def test_an_array_that_is_cut_short_is_refused() -> None:
     assert str(caught.value) == "step is cut short: 12 of 16 bytes."
 
 
-def test_text_is_written_and_read_to_the_letter() -> None:
+def test_text_is_written_to_the_letter() -> None:
     torus = to_text(SCHEDULES["torus"]).split("\n")
     assert torus[1] == (
         '{"shape": "3x4", "wrap": [true, true], "failed": [], "failed_cables": [], "chunks": '
@@ -390,10 +310,3 @@ def test_text_is_written_and_read_to_the_letter() -> None:
         "  (0,0) -> (0,1)  chunk 2  copy  phase 0",
         "",
     ]
-    assert from_text(to_text(runs)) == runs
-    assert from_text(to_text(runs).rstrip("\n")) == runs
-    gather = runs.replace(collective=Collective.ALL_GATHER)
-    assert from_text(to_text(gather)) == gather
-    # A blank line is allowed at the end only.
-    with pytest.raises(ScheduleFileError, match="line 8 is neither a step nor a transfer: ''"):
-        from_text(to_text(runs) + "\nstep 2\n")

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+
 from meshmend import Collective, Mesh, Op, PlanError, Schedule, plan, verify
 from meshmend.planning import PLANNERS
+from meshmend.torch import program
 from random_schedules import random_schedule
-
-program = pytest.importorskip("meshmend.torch.program", reason="torch is not installed")
-from torch_engine.adversary import play  # noqa: E402
+from torch_engine.adversary import play
 
 
 def hand_made(shape: tuple[int, ...], total_chunks: int, *rows: tuple[int, int, int, int, int, Op]) -> Schedule:

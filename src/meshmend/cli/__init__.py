@@ -12,7 +12,6 @@ import typer
 
 from meshmend import __version__
 from meshmend.cli import (
-    availability,
     bench,
     compare,
     doctor,
@@ -73,7 +72,6 @@ _add("store", OPERATE, "a job's rendezvous", store.command)
 _add("watch", OPERATE, "a job and its goodput", watch.command)
 _add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
 _add("machine", OPERATE, "read a machine's files", machine.command)
-_add("availability", STUDY, "what policies are worth", availability.command)
 _add("compile", STUDY, "for a TPU, without one", compile_command.command)
 _add("bench", STUDY, "time your own chips", bench.command)
 

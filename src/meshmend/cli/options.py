@@ -44,10 +44,6 @@ OptionalPlanArgument = Annotated[
         show_default=False,
     ),
 ]
-OptionalShapeArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
-]
 IntendedOption = Annotated[
     Path | None, option("--intended", "FILE", "The machine as it should be: what it lacks has failed.")
 ]
@@ -252,7 +248,7 @@ def is_file(argument: str) -> bool:
     """
     if is_shape(argument):
         return False
-    return Path(argument).suffix in (".npz", ".txt") or "/" in argument or Path(argument).exists()
+    return Path(argument).suffix == ".npz" or "/" in argument or Path(argument).exists()
 
 
 def load_plan(file: str, *given: str, proven: bool = True) -> Schedule:

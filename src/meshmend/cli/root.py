@@ -32,15 +32,13 @@ PANELS = {
     "Payload and hardware": "--payload --hardware --mode --dtype",
     "Picture": "--what --chunk --steps",
     "Routes, in place of a plan": "--route",
-    "Assumptions": "--assume --assumptions",
-    "Simulation": "--days --runs --seed --checks",
     "Job": "--hosts --store --shared --cache --job --secret-file",
     "This host": "--host-index --address --domain",
     "Restarts": "--kill --restarts --start-over --state-wait --cold",
     "Server": "--listen --open",
-    "Output": "--output --save --name --metrics --json --help",
+    "Output": "--output --save --metrics --json --help",
 }
-"""Options by what they are about, which is the same in every command. All others are in the panel that typer has."""
+"""Options by what they are about, the same in every command. Others are in a panel of their own, or in typer's."""
 
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
@@ -63,7 +61,7 @@ def _shown(params: list[Any]) -> list[Any]:
         if getattr(param, "is_flag", False):
             param.metavar = ""
         panels = [panel for panel, names in PANELS.items() if {*names.split()} & {*param.opts}]
-        param.rich_help_panel = next(iter(panels), None)
+        param.rich_help_panel = next(iter(panels), getattr(param, "rich_help_panel", None))
     return params
 
 

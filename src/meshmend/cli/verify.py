@@ -16,7 +16,7 @@ from meshmend.schedule.verify import verify
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule that `plan --save` wrote, .npz or .txt.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule that `plan --save` wrote.")],
     json: JsonOption = False,
 ) -> None:
     """Prove a saved schedule: every contribution exactly once, over live chips and cables only.

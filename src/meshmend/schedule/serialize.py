@@ -1,4 +1,4 @@
-"""Files: a schedule on disk, as `.npz` (compact) or `.txt` (for reading, diffing and writing by hand).
+"""Files: a schedule on disk as `.npz`, and as `.txt` for people to read and compare, which is not read back.
 
 A file is untrusted input. Nothing in it is executed (no pickle), only regular files are opened, sizes are checked
 before anything is read, every number is checked before it is used, and names may contain nothing that a terminal would
@@ -17,7 +17,6 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -27,18 +26,16 @@ from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
-from meshmend.topology import Mesh, Region, name_shape, parse_chip
+from meshmend.topology import Mesh, Region, name_shape
 
-__all__ = ["from_text", "load", "save", "to_text"]
+__all__ = ["load", "save", "to_text"]
 
 FORMAT, REPEATED_FORMAT = 1, 2
-"""Versions of both forms: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take
+"""Versions of the form: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take
 them for the whole. A reader refuses the versions that it does not know."""
 
 MAX_BYTES = 2**31
 """Largest schedule, unpacked, that is read by default: 80 million transfers."""
-MAX_TEXT_BYTES = 2**26
-"""Largest text form, which takes ten times its size to read: more than a million transfers."""
 MAX_NAME = 200
 """Characters of the name of a planner or of a phase."""
 
@@ -53,14 +50,13 @@ COLUMNS = {
     "owners": "<i4",
 }
 _MAX_HEADER_BYTES = 2**20
-_MAX_TEXT_CHUNKS = 2**24
 _MAX_MESSAGE = 500
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Compression methods that `save` uses, and that fail in few ways."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule; the suffix of `path` chooses the form, `.npz` or `.txt`.
+    """Write a schedule as `.npz`, which `load` reads, or as `.txt`, for people only.
 
     >>> import meshmend as mm, tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "plan.npz"
@@ -79,10 +75,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
                 columns = {name: getattr(schedule.template, name).astype(dtype) for name, dtype in COLUMNS.items()}
                 np.savez_compressed(path, header=header, **columns)
             case ".txt":
-                text = to_text(schedule)
-                if len(text) > MAX_TEXT_BYTES or schedule.template.total_chunks > _MAX_TEXT_CHUNKS:
-                    raise ScheduleFileError(f"{schedule!r} is too large for the text form. Save it as .npz.")
-                path.write_text(text, encoding="utf-8")
+                path.write_text(to_text(schedule), encoding="utf-8")
             case other:
                 raise ScheduleFileError(f"{path.name} ends in {other!r}; a schedule is saved as .npz or .txt.")
     except OSError as error:
@@ -90,26 +83,15 @@ def save(schedule: Schedule, path: str | Path) -> None:
 
 
 def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
-    """Read a schedule that `save` wrote; the file may also be damaged or hostile.
-
-    At most `max_bytes` are unpacked; of the text form no more than `MAX_TEXT_BYTES` are read.
-    """
+    """Read a schedule that `save` wrote as `.npz`, unpacking at most `max_bytes`; it may also be damaged or hostile."""
     path = Path(path)
     try:
-        match path.suffix:
-            case ".npz":
-                with open_regular(path, max_bytes) as file:
-                    return read_npz(file, max_bytes)
-            case ".txt":
-                limit = min(max_bytes, MAX_TEXT_BYTES)
-                with open_regular(path, limit) as file:
-                    return from_text(file.read(limit).decode())
-            case other:
-                raise ScheduleFileError(f"its name ends in {other!r}; a schedule is .npz or .txt.")
+        if path.suffix != ".npz":
+            raise ScheduleFileError(f"its name ends in {path.suffix!r}, expected .npz. Save the schedule as .npz.")
+        with open_regular(path, max_bytes) as file:
+            return read_npz(file, max_bytes)
     except OSError as error:
         raise ScheduleFileError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleFileError(f"{path} is not a schedule: its text is not UTF-8.") from error
     except (ScheduleFileError, ScheduleError, MeshError) as error:
         why = str(error)
         if len(why) > _MAX_MESSAGE:
@@ -178,13 +160,9 @@ def read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
         raise
     except _ZIP_ERRORS as error:
         raise ScheduleFileError(f"the archive is damaged ({error}).") from error
-    return _assemble(_read_header(arrays.pop("header").tobytes()), arrays)
-
-
-def _assemble(header: dict[str, Any], columns: dict[str, Any]) -> Schedule:
-    """Return the schedule of a header that was read and of its columns, which are checked here."""
+    header = _read_header(arrays.pop("header").tobytes())
     repeats, period = header.pop("repeats"), header.pop("period")
-    template = Schedule(header.pop("mesh"), **header, **columns, may_idle=repeats is not None)
+    template = Schedule(header.pop("mesh"), **header, **arrays, may_idle=repeats is not None)
     return template if repeats is None else template.repeated(repeats, period)
 
 
@@ -312,80 +290,3 @@ def to_text(schedule: Schedule) -> str:
         chunks = f"chunk {first}" if count == 1 else f"chunks {first}..{first + count - 1}"
         lines.append(f"  {names[src]} -> {names[dst]}  {chunks}  {Op(op).name.lower()}  phase {phase}")
     return "\n".join(lines) + "\n"
-
-
-_CHIP = r"\((\d{1,9}(?:,\d{1,9})*)\)"
-_TRANSFER = re.compile(
-    rf"  {_CHIP} -> {_CHIP}  chunks? (\d{{1,10}})(?:\.\.(\d{{1,10}}))?  (reduce|copy)  phase (\d{{1,3}})", re.ASCII
-)
-_OWNER = re.compile(rf"{_CHIP}(?:\*(\d{{1,10}}))?", re.ASCII)
-
-
-def from_text(text: str) -> Schedule:
-    """Read the text form. The message of an error names the line."""
-    lines = text.split("\n")
-    formats = {f"meshmend schedule {version}": version for version in (FORMAT, REPEATED_FORMAT)}
-    if lines[0] not in formats:
-        raise ScheduleFileError(f"line 1 should be 'meshmend schedule {FORMAT}', got {lines[0][:40]!r}.")
-    if len(lines) < 3:
-        raise ScheduleFileError("it ends before the owners.")
-    header = _read_header(_header_of_text(lines[1], formats[lines[0]]))
-    mesh: Mesh = header["mesh"]
-    ranks: dict[str, int] = {}
-
-    def rank(chip: str) -> int:
-        if chip not in ranks:
-            ranks[chip] = mesh.rank(parse_chip(chip))
-        return ranks[chip]
-
-    try:
-        owners = _read_owners(lines[2], header["total_chunks"], rank)
-    except MeshError as error:
-        raise ScheduleFileError(f"line 3: {error}") from error
-    rows: list[tuple[int, ...]] = []
-    step = -1
-    for number, line in enumerate(lines[3:], start=4):
-        if match := _TRANSFER.fullmatch(line):
-            src, dst, first, last, op, phase = match.groups()
-            try:
-                ends = rank(src), rank(dst)
-            except MeshError as error:
-                raise ScheduleFileError(f"line {number}: {error}") from error
-            count = 1 if last is None else int(last) - int(first) + 1
-            rows.append((step, *ends, int(first), count, Op[op.upper()], int(phase)))
-        elif re.fullmatch(r"step \d{1,10}", line, re.ASCII):
-            step = int(line[5:])
-        elif line or number < len(lines) + 1 - (lines[-1] == ""):
-            raise ScheduleFileError(f"line {number} is neither a step nor a transfer: {line[:60]!r}.")
-    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
-    columns: dict[str, Any] = dict(zip((name for name in COLUMNS if name != "owners"), table.T, strict=True))
-    return _assemble(header, {"owners": owners, **columns})
-
-
-def _header_of_text(line: str, version: int) -> bytes:
-    """Return the header line in the binary form."""
-    try:
-        header = json.loads(line)
-        header["format"] = version
-        header["shape"] = [int(n) for n in str(header["shape"]).split("x")]
-        return json.dumps(header).encode()
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ScheduleFileError(f"line 2 is not a header ({error}).") from error
-
-
-def _read_owners(line: str, total_chunks: int, rank: Callable[[str], int]) -> NDArray[np.int32]:
-    if not line.startswith("owners "):
-        raise ScheduleFileError(f"line 3 should list the owners, got {line[:40]!r}.")
-    if total_chunks > _MAX_TEXT_CHUNKS:
-        raise ScheduleFileError(f"it claims {total_chunks:,} chunks; the text form carries up to {_MAX_TEXT_CHUNKS:,}.")
-    owners: list[int] = []
-    counts: list[int] = []
-    for word in line[7:].split(" "):
-        match = _OWNER.fullmatch(word)
-        if match is None:
-            raise ScheduleFileError(f"line 3: {word[:40]!r} is not an owner; write (row,column) or (row,column)*count.")
-        owners.append(rank(match[1]))
-        counts.append(int(match[2] or 1))
-    if sum(counts) != total_chunks:
-        raise ScheduleFileError(f"line 3 gives owners to {sum(counts)} chunks, expected {total_chunks}.")
-    return np.repeat(np.array(owners, dtype=np.int32), counts)

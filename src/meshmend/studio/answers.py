@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from meshmend.availability.rectangle import largest_box
-from meshmend.availability.throughput import part_of
 from meshmend.cost import Forecast, predict
 from meshmend.cost.load import link_time
 from meshmend.cost.units import format_bytes, name_seconds
@@ -31,6 +29,7 @@ from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import verify
 from meshmend.studio.state import State, whole_machine
 from meshmend.topology import Mesh, Region, name_cable
+from meshmend.topology.boxes import largest_box, part_of
 
 Facts = dict[str, Any]
 MAX_FILM_STEPS = 600

@@ -8,7 +8,7 @@ import typer
 
 from meshmend.cli.options import unbundled
 from meshmend.cli.root import Command, CommandGroup
-from meshmend_lab.cli import bench, doctor, export, figure, machine, mesh, paper, programs, verify
+from meshmend_lab.cli import availability, bench, doctor, export, figure, machine, mesh, paper, programs, verify
 
 __all__ = ["app"]
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "availability": availability.command,
     "paper": paper.command,
     "figure": figure.command,
     "machine": machine.command,

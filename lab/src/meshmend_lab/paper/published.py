@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshmend.availability.assumptions import (
+from meshmend_lab.availability.assumptions import (
     BERT_OVERHEAD,
     BERT_PARAMETERS,
     BERT_PARAMETERS_SOURCE,

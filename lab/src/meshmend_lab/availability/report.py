@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from meshmend.availability.assumptions import SOURCES, TABLE, Assumptions, name_payload
-from meshmend.availability.simulate import LOSSES, Estimate, Outcome, Study
 from meshmend.cost.units import name_rate, name_seconds
+from meshmend_lab.availability.assumptions import SOURCES, TABLE, Assumptions, name_payload
+from meshmend_lab.availability.simulate import LOSSES, Estimate, Outcome, Study
 
 HOURS = 8760
 """Of a year."""
@@ -63,9 +63,9 @@ def write_report(study: Study, swept: Sequence[tuple[float, Study]], *, name: st
         "sweep_note": "Goodput in % with every mean time between failures scaled. Read it at your own machine's rate.",
         "assumptions": _assumptions(assumptions),
         "checks": _checks(study),
-        "made": f"Made by meshmend availability; seed {study.seed}. The same options give the same page.",
+        "made": f"Made by meshmend lab availability; seed {study.seed}. The same options give the same page.",
     }
-    text = (files("meshmend.availability") / "report.html").read_text(encoding="utf-8")
+    text = (files("meshmend_lab.availability") / "report.html").read_text(encoding="utf-8")
     # In one pass: braces in a name are not places to fill.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: words[found[1]], text)
 

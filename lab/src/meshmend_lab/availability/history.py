@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshmend.availability.assumptions import Assumptions
 from meshmend.topology import Region, all_placements
+from meshmend_lab.availability.assumptions import Assumptions
 
 
 class FailureEvent(NamedTuple):

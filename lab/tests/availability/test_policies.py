@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend.availability import POLICIES, Assumptions, Outcome, Study, simulate
-from meshmend.availability.assumptions import GROWS
-from meshmend.availability.history import FailureEvent
-from meshmend.availability.job import TimeSpent, simulate_run
-from meshmend.availability.policies import Policy, make_policies
-from meshmend.availability.throughput import Throughput
+from meshmend_lab.availability import POLICIES, Assumptions, Outcome, Study, simulate
+from meshmend_lab.availability.assumptions import GROWS
+from meshmend_lab.availability.history import FailureEvent
+from meshmend_lab.availability.job import TimeSpent, simulate_run
+from meshmend_lab.availability.policies import Policy, make_policies
+from meshmend_lab.availability.throughput import Throughput
 
 NEVER = math.inf
 FREE: dict[str, Any] = {

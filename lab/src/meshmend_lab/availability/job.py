@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshmend.availability.history import FailureEvent
-from meshmend.availability.policies import Allocation, Policy
+from meshmend_lab.availability.history import FailureEvent
+from meshmend_lab.availability.policies import Allocation, Policy
 
 Phase = Literal["waiting", "detecting", "starting", "training"]
 """What a job does: it waits for chips, finds out that it has failed, starts, or trains."""

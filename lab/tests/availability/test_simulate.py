@@ -8,11 +8,12 @@ import pytest
 from scipy import stats
 
 from meshmend import Mesh
-from meshmend.availability import POLICIES, Assumptions, Estimate, simulate
-from meshmend.availability.history import draw
-from meshmend.availability.simulate import sweep
-from meshmend.availability.throughput import Throughput
 from meshmend.errors import MeshError, ParameterError
+from meshmend_lab.availability import POLICIES, Assumptions, Estimate, simulate
+from meshmend_lab.availability.history import draw
+from meshmend_lab.availability.simulate import sweep
+from meshmend_lab.availability.throughput import Throughput
+from pages import ROOT
 
 
 @pytest.mark.slow
@@ -155,7 +156,7 @@ def test_a_study_begins_with_a_whole_machine() -> None:
 
 
 def test_the_documented_plot_is_there_and_its_script_draws(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "availability.md"
+    page = ROOT / "docs" / "availability.md"
     assert "figures/availability.svg" in page.read_text(encoding="utf-8")
     assert (page.parent / "figures" / "availability.svg").exists()
     machine = Assumptions.of("8x8", payload_bytes=1e6)

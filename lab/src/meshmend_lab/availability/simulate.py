@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmend.availability.assumptions import Assumptions
-from meshmend.availability.history import draw
-from meshmend.availability.job import TimeSpent, simulate_run
-from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, make_policies
-from meshmend.availability.throughput import Throughput, step_error
 from meshmend.errors import ParameterError
+from meshmend_lab.availability.assumptions import Assumptions
+from meshmend_lab.availability.history import draw
+from meshmend_lab.availability.job import TimeSpent, simulate_run
+from meshmend_lab.availability.policies import POLICIES, FaultTolerant, Policy, make_policies
+from meshmend_lab.availability.throughput import Throughput, step_error
 
 CONFIDENCE = 0.95
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -16,11 +16,11 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.availability.assumptions import Assumptions, Level
-from meshmend.availability.history import FailureEvent, regions
-from meshmend.availability.rectangle import largest_box
-from meshmend.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_parts
 from meshmend.topology import Mesh, Region
+from meshmend.topology.boxes import largest_box
+from meshmend_lab.availability.assumptions import Assumptions, Level
+from meshmend_lab.availability.history import FailureEvent, regions
+from meshmend_lab.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_parts
 
 Part = tuple[int, int]
 """A level's number and the number of a part of it."""

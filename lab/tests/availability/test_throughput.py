@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmend.availability import Assumptions
-from meshmend.availability.throughput import (
+from meshmend.cost import predict
+from meshmend.planning import plan
+from meshmend.topology import Mesh, Region, all_placements
+from meshmend_lab.availability import Assumptions
+from meshmend_lab.availability.throughput import (
     BUDGET_S,
     Throughput,
     largest_part,
     outermost,
-    part_of,
     step_error,
     whole_parts,
 )
-from meshmend.cost import predict
-from meshmend.planning import plan
-from meshmend.topology import Mesh, Region, all_placements
 
 SHORT: dict[str, Any] = {"payload_bytes": 50e6, "compute_s": 0.012, "hardware": "tpu-v3"}
 """A thirteenth of BERT at 2 bytes per gradient, payload and compute alike: planned sooner. All links at once."""
@@ -134,14 +133,6 @@ def test_the_half_that_slow_cables_slow_most_stands_for_smaller_meshes() -> None
     known = Throughput(Assumptions.of(machine, host=(2, 2), **SHORT))
     assert known.full_s((2, 2)) == known.exact(Mesh("2x2", cable_rates={"0,0-0,1": 0.25}))
     assert known.full_s((4, 4)) == known.exact(machine) > known.exact(Mesh("4x4"))
-
-
-def test_a_part_has_the_cables_of_its_chips() -> None:
-    torus = Mesh("4x6", wrap=True, failed_cables=["1,1-1,2"], cable_rates={"0,2-0,3": 0.5, "3,0-0,0": 0.25})
-    left = part_of(torus, Region(at=(0, 0), shape=(4, 3)))
-    assert left == Mesh("4x3", wrap=[True, False], failed_cables=["1,1-1,2"], cable_rates={"3,0-0,0": 0.25})
-    flat = part_of(torus, Region(at=(0, 0), shape=(4, 6)), keeps_wrap=False)
-    assert flat == Mesh("4x6", failed_cables=["1,1-1,2"], cable_rates={"0,2-0,3": 0.5})
 
 
 def test_largest_part() -> None:

@@ -1,4 +1,4 @@
-"""`meshmend availability -o report.html`: one page, for the decision-maker."""
+"""`meshmend lab availability -o report.html`: one page, for the decision-maker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from commandline import run, run_json
-from meshmend.availability import POLICIES, Assumptions, simulate
-from meshmend.availability.assumptions import SOURCES, TABLE
-from meshmend.availability.report import DOES, write_report
+from meshmend_lab.availability import POLICIES, Assumptions, simulate
+from meshmend_lab.availability.assumptions import SOURCES, TABLE
+from meshmend_lab.availability.report import DOES, write_report
 
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--assume", "payload_bytes=1MB,price=3,crew_price=40")
 HOSTILE = "<script>alert(1)</script>\"><img src=x onerror='alert(2)'>&{{lead}}"
@@ -60,16 +60,16 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("facts") / "report.html"
-    found = run_json("availability", *SMALL, "-o", path)
+    found = run_json("lab", "availability", *SMALL, "-o", path)
     assert path.is_file()
-    assert found == run_json("availability", *SMALL)
+    assert found == run_json("lab", "availability", *SMALL)
     return found
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    assert f"Written to {path}" in run("availability", *SMALL, "--name", HOSTILE, "--output", str(path)).replace(
+    assert f"Written to {path}" in run("lab", "availability", *SMALL, "--name", HOSTILE, "--output", str(path)).replace(
         "\n", ""
     )
     return Page(path.read_text(encoding="utf-8"))

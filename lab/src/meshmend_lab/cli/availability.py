@@ -1,4 +1,4 @@
-"""`meshmend availability`: what each failure policy is worth over months."""
+"""`meshmend lab availability`: what each failure policy is worth over months."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
-from meshmend.availability.assumptions import DEFAULTS, JOB_HARDWARE, SOURCES, TABLE, name_payload, read_assumptions
-from meshmend.availability.report import write_report
-from meshmend.availability.simulate import LOSSES, sweep
-from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import print_json
 from meshmend.cli.options import (
     CableRateOption,
     HoleOptions,
     JsonOption,
     MachineOptions,
-    OptionalShapeArgument,
     WrapOption,
     hardware_option,
     option,
@@ -31,8 +25,15 @@ from meshmend.cost.units import name_seconds
 from meshmend.errors import ParameterError
 from meshmend.machines.machine import through_xla
 from meshmend.topology import Mesh, name_cable, name_shape
+from meshmend_lab.availability import Assumptions, Estimate, Outcome, Study, simulate
+from meshmend_lab.availability.assumptions import DEFAULTS, JOB_HARDWARE, SOURCES, TABLE, name_payload, read_assumptions
+from meshmend_lab.availability.report import write_report
+from meshmend_lab.availability.simulate import LOSSES, sweep
+from meshmend_lab.availability.throughput import Throughput
 
 PAGES = (".html", ".htm")
+ASSUMPTIONS, SIMULATION, OUTPUT = "Assumptions", "Simulation", "Output"
+"""Panels of the help."""
 MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
 
@@ -56,7 +57,10 @@ def _print_table(wanted: bool) -> None:
 
 
 def command(
-    shape: OptionalShapeArgument = None,
+    shape: Annotated[
+        str | None,
+        typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
+    ] = None,
     *,
     machine: MachineOptions,
     wrap: WrapOption = "none",
@@ -67,18 +71,37 @@ def command(
             "--assume",
             "NAME=X,…",
             "Other assumptions than the published ones, as in spares=1,restart_s=60 or payload_bytes=50MB. Repeatable.",
+            rich_help_panel=ASSUMPTIONS,
         ),
     ] = None,
     _: Annotated[
-        bool, option("--assumptions", "", "All assumptions, with their defaults.", callback=_print_table, is_eager=True)
+        bool,
+        option(
+            "--assumptions",
+            "",
+            "All assumptions, with their defaults.",
+            callback=_print_table,
+            is_eager=True,
+            rich_help_panel=ASSUMPTIONS,
+        ),
     ] = False,
     hardware: Annotated[str | None, hardware_option(f"the machine's, as a job drives it: {JOB_HARDWARE}")] = None,
-    days: Annotated[float, option("--days", "DAYS", "Length of a run.", min=0.0)] = 365.0,
-    runs: Annotated[int, option("--runs", "N", "Independent runs; more runs give narrower intervals.", min=1)] = 20,
-    seed: Annotated[int, option("--seed", "N", "Random seed.", min=0)] = 0,
-    checks: Annotated[int, option("--checks", "N", "States to plan in full, to check the estimates.", min=0)] = 2,
+    days: Annotated[float, option("--days", "DAYS", "Length of a run.", min=0.0, rich_help_panel=SIMULATION)] = 365.0,
+    runs: Annotated[
+        int,
+        option(
+            "--runs", "N", "Independent runs; more runs give narrower intervals.", min=1, rich_help_panel=SIMULATION
+        ),
+    ] = 20,
+    seed: Annotated[int, option("--seed", "N", "Random seed.", min=0, rich_help_panel=SIMULATION)] = 0,
+    checks: Annotated[
+        int,
+        option("--checks", "N", "States to plan in full, to check the estimates.", min=0, rich_help_panel=SIMULATION),
+    ] = 2,
     page: Annotated[Path | None, option("--output", "F", "One page for the decision-maker: .html.", "-o")] = None,
-    name: Annotated[str, option("--name", "NAME", "What the machine is called on the page.")] = "",
+    name: Annotated[
+        str, option("--name", "NAME", "What the machine is called on the page.", rich_help_panel=OUTPUT)
+    ] = "",
     json: JsonOption = False,
 ) -> None:
     """Simulate months of operation under each failure policy, and report what each is worth.
@@ -88,7 +111,7 @@ def command(
     The page has the machine, the policies, the price of a failure, a sweep of failure rates, and every assumption with
     its source. It needs no other file and no network, and prints well.
 
-    Example: meshmend availability 32x32 --assume price=3,spares=1 -o report.html
+    Example: meshmend lab availability 32x32 --assume price=3,spares=1 -o report.html
     """
     if not 0 < days <= MAX_DAYS:
         raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")

@@ -1,4 +1,4 @@
-"""`meshmend availability`."""
+"""`meshmend lab availability`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import commandline
-from meshmend.availability import POLICIES, Assumptions
-from meshmend.availability.assumptions import BERT_PARAMETERS, DEFAULTS, TABLE
 from meshmend.cost import predict
 from meshmend.planning import plan
 from meshmend.topology import Mesh
+from meshmend_lab.availability import POLICIES, Assumptions
+from meshmend_lab.availability.assumptions import BERT_PARAMETERS, DEFAULTS, TABLE
 from pages import ROOT
 
-run, facts_of = partial(commandline.run, "availability"), partial(commandline.run_json, "availability")
+run, facts_of = partial(commandline.run, "lab", "availability"), partial(commandline.run_json, "lab", "availability")
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--assume", "payload_bytes=1MB")
 
 
@@ -68,7 +68,7 @@ def test_a_described_machine_brings_its_hardware_and_its_slow_cables(tmp_path: P
     rates = {f"{r},{c}-{r},{c + 1}": "1/2" for r in range(4) for c in range(3)}
     path = tmp_path / "mine.yaml"
     path.write_text(f"meshmend: 1\nshape: 4x4\nhardware: tpu-v6e\nfailed: ['0,3']\nrates: {json.dumps(rates)}")
-    words = ["availability", "--machine", path, "--assume", "payload_bytes=100MB", *QUICK]
+    words = ["lab", "availability", "--machine", path, "--assume", "payload_bytes=100MB", *QUICK]
     found = commandline.run_json(*words)
     machine = Mesh("4x4", cable_rates=rates)  # a slow cable of a failed chip stays slow once the chip is repaired
     seconds = predict(plan(machine, payload_bytes=1e8, hardware="tpu-v6e-xla"), 1e8, "tpu-v6e-xla").seconds
@@ -138,4 +138,4 @@ def test_the_page_has_every_assumption() -> None:
     ],
 )
 def test_mistakes_in_an_assumption_teach(given: str, message: str) -> None:
-    assert message in commandline.run_json("availability", "8x8", "--assume", given, code=1)["message"]
+    assert message in commandline.run_json("lab", "availability", "8x8", "--assume", given, code=1)["message"]

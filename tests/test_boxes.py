@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshmend.availability.rectangle import largest_box
+from meshmend.topology import Mesh, Region
+from meshmend.topology.boxes import largest_box, part_of
 
 Grid = NDArray[np.bool_]
 
@@ -47,3 +48,11 @@ def test_one_host_of_a_32x32_machine(dead: tuple[int, int], size: int) -> None:
     box = largest_box(grid)
     assert box is not None
     assert box.n_chips == size
+
+
+def test_a_part_has_the_cables_of_its_chips() -> None:
+    torus = Mesh("4x6", wrap=True, failed_cables=["1,1-1,2"], cable_rates={"0,2-0,3": 0.5, "3,0-0,0": 0.25})
+    left = part_of(torus, Region(at=(0, 0), shape=(4, 3)))
+    assert left == Mesh("4x3", wrap=[True, False], failed_cables=["1,1-1,2"], cable_rates={"3,0-0,0": 0.25})
+    flat = part_of(torus, Region(at=(0, 0), shape=(4, 6)), keeps_wrap=False)
+    assert flat == Mesh("4x6", failed_cables=["1,1-1,2"], cable_rates={"0,2-0,3": 0.5})

@@ -28,10 +28,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.availability.assumptions import Assumptions
 from meshmend.planning.auto import Auto
 from meshmend.planning.weave.trees import grow
-from meshmend.topology import Cable, Mesh, Region, all_placements
+from meshmend.topology import Mesh, Region, all_placements
+from meshmend.topology.boxes import part_of
+from meshmend_lab.availability.assumptions import Assumptions
 
 GAPS = (0, 1, 2, 4)
 """Distances to the edge that are distinguished, each up to the next."""
@@ -152,28 +153,6 @@ def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
         middle = (side - length) // 2 // length * length
         at.append(gap if gap < min(INSIDE, middle) else middle)
     return Region(at=tuple(at), shape=hole.shape)
-
-
-def part_of(mesh: Mesh, box: Region, *, keeps_wrap: bool = True) -> Mesh:
-    """Return a box of chips as a mesh of its own, with the failed and slow cables inside it.
-
-    An axis that the box has all of still wraps, if `keeps_wrap`.
-
-    >>> part_of(Mesh("4x8", wrap=True, cable_rates={"1,1-1,2": 0.5}), Region.parse("4x3@0,1"))
-    Mesh(4x3 wrapped on axis 0 with 1 slow cable: 12 chips)
-    """
-    spans = zip(mesh.wrap, box.shape, mesh.shape, strict=True)
-    wrap = [keeps_wrap and wraps and n == whole for wraps, n, whole in spans]
-    part = Mesh(box.shape, wrap=wrap)
-    own = {frozenset((part.chip(a), part.chip(b))) for a, b in part.cables.tolist()}
-
-    def inside(cable: Cable) -> Cable | None:
-        a, b = (tuple(x - low for x, low in zip(end, box.at, strict=True)) for end in cable)
-        return (a, b) if frozenset((a, b)) in own else None
-
-    failed = [moved for cable in mesh.failed_cables if (moved := inside(cable))]
-    slow = [(moved, rate) for cable, rate in mesh.cable_rates.items() if (moved := inside(cable))]
-    return Mesh(box.shape, wrap=wrap, failed_cables=failed, cable_rates=slow)
 
 
 def _all_of(machine: Mesh) -> Region:
