@@ -133,7 +133,7 @@ class Worker:
             "claimed": 0, "untrusted": None, "start_over": 0, "room": [1 << 30, 0, "a machine"],
         }  # fmt: skip
 
-    def take(self, what: Answer) -> Answer:
+    def take(self, _: Answer) -> Answer:
         """Want the first slice of all shards of eight hosts: a new hole moves a part of them to other owners."""
         n_hosts = 1 + max(self.host, self.mine.n_processes)
         wants = np.zeros((CHIPS * n_hosts, SLICES), bool)
