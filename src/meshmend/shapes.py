@@ -23,10 +23,6 @@ AXES = {
     "S": "elements of a whole array or payload, flat",
     "P": "elements of a part of the state, flat",
     "M": "parts of the state that a device cuts for a copy",
-    "G": "keepers of a device's shards, beside its own host",
     "I": "devices of a tile; one where chips are not cut into tiles",
-    "J": "instructions of a chip",
-    "W": "words of a chip's instructions, filled up to whole blocks",
-    "V": "ports of a chip: the chips that it sends to or receives from; flat, four numbers for each",
     "Q": "pieces of the parameters, each with a digest",
 }

@@ -176,7 +176,7 @@ def test_descriptors_of_real_machines(name: str) -> None:
         ('{"a": 1}', "not a description of a machine that is known here"),
         ("[]", "not a description of a machine that is known here"),
         ("meshmend: 1\nshape: 4by4", "^file: '4by4' is not a shape"),
-        ("meshmend: 1\nshape: 0x4", "1 to 8 axes and at most 65,536 chips"),
+        ("meshmend: 1\nshape: '0x4'", "1 to 8 axes and at most 65,536 chips"),
     ],
 )
 def test_mistakes_are_told_with_their_remedy(text: str, words: str) -> None:
