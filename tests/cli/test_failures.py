@@ -113,7 +113,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ),
     ("studio", "bad address", ["4x4", "--listen", "127.0.0.1:many"], "expected an address and a port"),
     ("studio", "no such address", ["4x4", "--listen", "192.0.2.1:0"], "Choose another port"),
-    ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give that of the job's store"),
+    ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("quarantine add", "bad suspect", [".", "2;3"], "'2;3' is no suspect. Write a chip as 2,3"),
     ("quarantine add", "bad time", [".", "2,3", "--for", "soon"], "'soon' is not a time"),
     ("quarantine add", "no time", [".", "2,3", "--for", "0s"], "expected more than 0 s"),

@@ -145,7 +145,7 @@ class Outbox:
         self._number += 1
         n = len(lines)
         while True:
-            some = [*lines[: n - 1], {**lines[n - 1], "batch": [self._stream, self._number]}]
+            some = [*lines[: n - 1], {**lines[n - 1], "sent": [self._stream, self._number]}]
             text = "".join(json.dumps(line) + "\n" for line in some).encode()
             packed = base64.b64encode(zlib.compress(text, 1)).decode()
             if len(packed) <= MAX_BATCH_BYTES and len(text) <= MAX_UNPACKED_BYTES:
@@ -267,7 +267,7 @@ class Inbox:
             for line, end in _backwards(path):
                 event: dict[str, Any] = parse(line) or {"event": ""}
                 self.rounds_before = max(self.rounds_before, read_event(event).round or 0)
-                match event.get("batch"):
+                match event.get("sent"):
                     case [str(stream), int(number)] if name.isdecimal():
                         self._last[int(name)], self._ends[int(name)] = (stream, number), end
                         is_last = False

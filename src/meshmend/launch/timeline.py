@@ -277,7 +277,7 @@ def _condensed(run: list[Line], kept: Line | None) -> Iterator[Line]:
     if len(run) == 1:
         yield run[0]
     elif run:
-        own = ("event", "first", "step", "since", "loss", "waited_s", "batch")
+        own = ("event", "first", "step", "since", "loss", "waited_s", "sent")
         facts = {name: value for name, value in run[-1].items() if name not in own}
         waited = sum(event.get("waited_s", 0.0) for event in run)
         yield {
