@@ -14,6 +14,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import secrets
 import threading
 import time
@@ -72,8 +73,8 @@ class Outbox:
         self._step: Line | None = None
         """The last one that is not pending."""
         self._last_step: Line | None = None
-        self._packed_at = self._free_at = 0.0
-        """When the last batch was made, and when another may be sent: not as long as one is under way."""
+        self._news_at = self._routine_at = self._free_at = 0.0
+        """From when on a batch with news may be made, one without, and any be sent: not while one is under way."""
         self._changed = threading.Condition()
 
     def add(self, line: Line) -> None:
@@ -121,9 +122,11 @@ class Outbox:
             batch = next((batch for batch in self._batches if batch.number > self._have), None)
             if batch is None and self._pending:
                 interval = max(OFTEN_S, n_hosts / BATCHES_PER_S)
-                if flush or now >= self._packed_at + (min(interval, NEWS_S) if self._has_news else interval):
-                    batch = self._pack(int(max(1.0, LINES_PER_S / BATCHES_PER_S, LINES_PER_S * interval / n_hosts)))
-                    self._packed_at = now
+                if flush or now >= (self._news_at if self._has_news else self._routine_at):
+                    # All hosts may have had news at once: not so their next batches.
+                    spread = random.uniform(0.5, 1.5) if self._has_news else 1.0  # noqa: S311  # nobody gains by guessing it
+                    self._news_at, self._routine_at = now + min(interval, NEWS_S), now + spread * interval
+                    batch = self._pack(int(max(LINES_PER_S / BATCHES_PER_S, LINES_PER_S * interval / n_hosts)))
             if batch is not None:
                 own = {"number": batch.number, "have": self._have, "lines": batch.lines}
                 if self._send({"type": "events", "stream": self._stream, **own}):
