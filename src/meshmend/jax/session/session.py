@@ -192,6 +192,7 @@ class Session:
     def give_up(self, error: BaseException) -> NoReturn:
         """Record and print an error, and end the process at once, from any thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        self.timeline.flush()
         failure = describe_failure(error)
         if not report_failure(error):  # without `meshmend run`, nobody else shows it
             sys.stderr.write(failure.trace or f"{failure.error}\n")
@@ -205,6 +206,7 @@ class Session:
         """End the process as a signal would, in order: with all others, when each of them has come to this point."""
         self.coordination.wait_for_all()
         jax.distributed.shutdown()
+        self.timeline.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + number)
