@@ -261,8 +261,8 @@ def _folder(shared: str | Path | None) -> str | Path:
         return launchers or SHARED
     if launchers and Path(launchers) != Path(shared).absolute() and (joined_as() or (0,))[0] == 0:
         LOGGER.warning(
-            "This job keeps its state in %s, and its launcher the timelines in %s: give `meshmend run --shared %s`, or "
-            "leave Job's `shared` out, and `meshmend watch` finds both.",
+            "This job keeps its state in %s, but its launcher was given %s: give `meshmend run --shared %s`, or leave "
+            "Job's `shared` out, so that both use one folder.",
             shared,
             launchers,
             shared,
