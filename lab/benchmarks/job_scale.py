@@ -46,6 +46,7 @@ from meshmend.launch.processes import die_with_parent, free_port, raise_file_lim
 CHIPS, SLICES = 4, 8
 """Chips of a host, each with shards of its own, and slices of a part."""
 LIMIT_S, LIMIT_MB, LIMIT_GROWTH = 10.0, 1000.0, 6.0
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device is used
 SHAPES = {8: "4x8", 64: "16x16", 200: "20x40", 512: "32x64", 2240: "80x112"}
 """Of machines with so many hosts of 2x2 chips, for the store."""
 store_scale.SHAPES |= SHAPES
