@@ -41,7 +41,7 @@ class AgentLog:
         self._least, self._most = hosts
         self._machine = Hosts.read(machine) if machine else None
         self._report = report
-        self._tail = None if timeline.path is None else Tail(timeline.path)
+        self._tail = None if timeline.path is None else Tail(timeline.path, all_lines=True)
         self._outbox: Outbox | None = None
         self._assignment: Assignment | None = None
         self._assigned_at = 0.0

@@ -311,20 +311,22 @@ def read_timeline(path: str | Path) -> list[Line]:
 
 
 class Tail:
-    """Follows a timeline, for readers that keep what they need themselves."""
+    """Follows a timeline, for readers that keep what they need themselves.
 
-    def __init__(self, path: Path) -> None:
+    That there is a copy of a step is left out where there is one of a later step, which is half of the lines; unless
+    the reader wants `all_lines`.
+    """
+
+    def __init__(self, path: Path, *, all_lines: bool = False) -> None:
         self.path = path
+        self._all_lines = all_lines
         self.is_anew = True
         """Whether what was read last begins with the file's first line, because the file is another one."""
         self._first = b""
         self._offset = 0
 
     def read(self) -> list[Line]:
-        """Return the events since the last time. A line that is not whole yet is left for the next time.
-
-        That there is a copy of a step is left out where there is one of a later step: those are half of the lines.
-        """
+        """Return the events since the last time. A line that is not whole yet is left for the next time."""
         try:
             with self.path.open("rb") as file:
                 first = file.readline()
@@ -337,6 +339,8 @@ class Tail:
             return []
         whole = data.rfind(b"\n") + 1
         self._offset += whole
+        if self._all_lines:
+            return parse_lines(data[:whole])
         lines = data[:whole].splitlines(keepends=True)
         copies = [number for number, line in enumerate(lines) if b'"event": "kept"' in line[:64]]
         for number in reversed(copies[:-1]):

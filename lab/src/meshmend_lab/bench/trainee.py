@@ -86,12 +86,14 @@ def main(path: str) -> None:
     from meshmend.jax.session.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, put
     from meshmend.jax.train.plan import TrainingPlan, any_pair
+    from meshmend.launch.timeline import timeline_of
     from meshmend.planning import PlanCache
 
     with initialize(
         job.shape,
         job.host,
         compile_cache=caches / "compiled" if job.compile_cache else None,
+        timeline=timeline_of(folder, int(host)),
         timeout_s=15,
     ) as joined:
         # What a job does: it measures once, and plans for that.

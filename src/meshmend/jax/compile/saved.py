@@ -183,16 +183,12 @@ class SavedSteps:
         session = self.session
         if not name or fabric.platform != "cpu" or session.launch.n_processes == 1:
             return self._compile(fabric, program)
-        compiled: CompiledTrainStep | None = None
-
-        def compile_first() -> bool:
-            nonlocal compiled
+        compiled, facts = None, dict[str, Any]()
+        if session.launch.process == 0:  # an error of the script is its own, which the others do not raise, too
             compiled = self._compile(fabric, program)
             facts = self._save(name, fabric, program, compiled)
             session.timeline.note("program", **facts)
-            return "saved" in facts
-
-        self._is_saved = session.coordination.tell(compile_first)
+        self._is_saved = session.coordination.tell(lambda: "saved" in facts)
         if compiled is None and self._is_saved:
             with contextlib.suppress(_NotLoadedError):
                 compiled = _load(self._read(name), fabric, program)

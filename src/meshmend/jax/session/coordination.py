@@ -145,7 +145,7 @@ class Coordination:
             self._post_error(number, type(error).__name__, str(error), fields)
             raise
         except BaseException as error:
-            self._post_error(number, "RestartError", f"Process 0 has failed: {describe(error)}. See its log.")
+            self._post_error(number, "TransientError", f"Process 0 has failed: {describe(error)}. See its log.")
             raise
         self._post(f"{number}/answer", answer)
         self._answered += [number] * (self.n_processes > 1)
