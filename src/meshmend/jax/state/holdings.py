@@ -139,8 +139,9 @@ class Holdings:
         has = [part for part in copy.parts if (generation, part) not in self._damaged]
         why, damaged = "", list[int]()
         try:
-            self._reader = self._files.enter_context(PartReader(copy))
-            why, damaged = _take_own(self._reader, has, parts)
+            if has:
+                self._reader = self._files.enter_context(PartReader(copy))
+                why, damaged = _take_own(self._reader, has, parts)
         except OSError as error:  # all processes hear of it, or the others would wait for this one
             why, damaged = f"{copy.path} cannot be read: {error.strerror}.", has
         self._damaged |= {(generation, part) for part in damaged}
