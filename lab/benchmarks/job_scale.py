@@ -39,7 +39,7 @@ from meshmend.jax.session.coordination import Coordination
 from meshmend.jax.session.session import check_same_plan
 from meshmend.jax.session.shared_folder import SharedFolder, check_shared
 from meshmend.jax.session.survivors import agree_on_quarantine
-from meshmend.jax.state.recovery import Answer, Holder, Recovery, recover
+from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import die_with_parent, free_port, raise_file_limit
 
@@ -102,7 +102,7 @@ class Worker:
         ask.tell(lambda: True)  # whether the plan was there
         ask.decide("plan " * 8, check_same_plan)
         store_scale.check(not ask.decide(["step.program", "content " * 8, ""], why_not_loaded), "not loaded")
-        judge = Recovery(
+        judge = StateSearch(
             range(ask.n_processes), 2, "/memory", lambda *_: 1, lambda _: {"outline": {}} if self.has else None
         )
         _, last = ask.run(

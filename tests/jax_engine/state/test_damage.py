@@ -34,7 +34,7 @@ from meshmend.jax.state.memory.collect import NeededParts
 from meshmend.jax.state.memory.copies import MAGIC, Copy, HostMemory, PartReader
 from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
-from meshmend.jax.state.recovery import Holder, Recovery, recover
+from meshmend.jax.state.recovery import Holder, StateSearch, recover
 from protocols import run_together
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
@@ -216,7 +216,7 @@ class Hosts:
     def restore(self) -> tuple[int, Any, Vectors] | None:
         """What the processes of all hosts do between them; None where nothing is whole."""
         held = [self.holdings(process) for process in range(3)]
-        judges = [Recovery((0, 1, 2), 2, "memory", lambda *_: 1, one.describe_own) for one in held]
+        judges = [StateSearch((0, 1, 2), 2, "memory", lambda *_: 1, one.describe_own) for one in held]
         said = [Holder(one.have, one.describe, one.take, one.send) for one in held]
         try:
             _, last = run_together([recover(i, judges[i], said[i]) for i in range(3)]).results[0]

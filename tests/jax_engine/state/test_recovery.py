@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshmend.errors import RestartError
-from meshmend.jax.state.recovery import Answer, Holder, Recovery, recover
+from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from protocols import Spoken, run_together
 
 SLICES = 8
@@ -87,7 +87,7 @@ def job(hosts: list[Host], n_parts: int, *, were: int | None = None, round_: int
             facts = source if isinstance(source, dict) else source.facts()
             return {"outline": "as it was"} if (facts["attempt"], facts["step"]) in host.parts else None
 
-        judge = Recovery([one.number for one in hosts], round_, "/memory", lambda rooms, _: len(rooms), described)
+        judge = StateSearch([one.number for one in hosts], round_, "/memory", lambda rooms, _: len(rooms), described)
         said = Holder(
             lambda: host.have(n_parts, were or len(hosts)),
             lambda source: described(source) or {},

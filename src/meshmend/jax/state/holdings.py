@@ -1,6 +1,6 @@
 """What this host has of a job's earlier states: copies in its memory, and on process 0 what is on disk.
 
-`Recovery` decides between the states of all hosts; this answers its questions for one of them, and brings what it lacks
+`StateSearch` decides between the states of all hosts; this answers its questions for one of them, and brings what it lacks
 from the others.
 """
 

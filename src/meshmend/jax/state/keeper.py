@@ -24,7 +24,7 @@ from meshmend.jax.state.memory.folders import default_folder
 from meshmend.jax.state.memory.peer_copy import Mirror
 from meshmend.jax.state.memory.placement import place
 from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks
-from meshmend.jax.state.recovery import Answer, Holder, Recovery, recover
+from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.voting import Ballot
 from meshmend.jax.state.waiting import with_timeout
@@ -343,13 +343,13 @@ class Keeper:
                 # The job's own folder, once no other host of this machine has copies in it.
                 self.memory.folder.parent.rmdir()
 
-    def _judge(self, holdings: Holdings) -> Recovery:
+    def _judge(self, holdings: Holdings) -> StateSearch:
         def n_blocks(rooms: list[Any], is_checked: bool) -> int:
             n_copies = CHECKED_COPIES if is_checked else KEPT
             return choose_blocks(self.layout, [Room(*room) for room in rooms], n_copies)
 
         hosts, round_ = self.session.host_of_process, self.session.launch.round
-        return Recovery(hosts, round_, self._folders(), n_blocks, holdings.describe_own)
+        return StateSearch(hosts, round_, self._folders(), n_blocks, holdings.describe_own)
 
     def _wait_for_hosts(self, last: Answer) -> NoReturn:
         """Wait for the hosts that have the missing parts of a state, and raise what is missing if they do not come.

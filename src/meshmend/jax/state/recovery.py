@@ -1,6 +1,6 @@
 """What a job decides when it starts again: which state it resumes from, and who sends which part of it.
 
-`Recovery` is a value, without JAX, sockets or files: every process has one, process 0 answers with its own. It takes
+`StateSearch` is a value, without JAX, sockets or files: every process has one, process 0 answers with its own. It takes
 the facts of all processes and says what all of them do next. The questions, and why each is needed:
 
     have        What do you have?                    once: only its host knows its copies
@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 
 
 @dataclass
-class Recovery:
+class StateSearch:
     """Process 0's decisions of one recovery. `have`, `describe`, `take` and `send` judge the facts of all processes.
 
     `hosts` has the number of each process's host, `round_` is the launcher's; `folders` says where states are kept, and
@@ -205,7 +205,7 @@ class Holder:
     """Given part, slice and sender of all that is sent: read what this one sends, and return `why` and `damaged`."""
 
 
-def recover(process: int, judge: Recovery, mine: Holder) -> Protocol[tuple[Answer, Answer]]:
+def recover(process: int, judge: StateSearch, mine: Holder) -> Protocol[tuple[Answer, Answer]]:
     """Find the state to resume from, with all other processes; return what holds for the job, and the last answer.
 
     That has the `source`, and what is to `send`, if a host lacks anything.
