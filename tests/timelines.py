@@ -13,7 +13,7 @@ from meshmend.launch.timeline import Line, read_timeline
 def names_of(kind: str) -> set[str]:
     """Return the fields of a kind of events."""
     read, for_people = KINDS[kind]
-    return {*fields_of(read), *for_people.split(), "job", "host", "process"}
+    return {*fields_of(read), *for_people.split(), "job", "host", "process", "sent"}
 
 
 def check_fields(lines: Iterable[Line]) -> None:

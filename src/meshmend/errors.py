@@ -57,10 +57,11 @@ class MeshmendError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default, unpickling calls the constructor with the message alone, which most of these do not accept.
-        return _made_again, (type(self), self.args, dict(self.__dict__))
+        return made_again, (type(self), self.args, dict(self.__dict__))
 
 
-def _made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[str, Any]) -> MeshmendError:
+def made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[str, Any]) -> MeshmendError:
+    """Return an error as it was in another process."""
     error = kind.__new__(kind, *args)
     super(MeshmendError, error).__init__(*args)  # that of ValueError, ImportError, …
     error.__dict__.update(fields)

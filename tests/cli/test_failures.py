@@ -114,7 +114,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("quarantine add", "damaged", ["damaged list", "2,3"], "Repair it, or move it away"),
     ("quarantine clear", "not there", [".", "2,3"], "2,3 is not in quarantine. quarantine.json lists: nothing"),
     ("quarantine clear", "none", ["."], "Give suspects, as in 2,3, or --all"),
-    ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
+    ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give that of the job's store"),
     (
         "watch",
         "metrics once",

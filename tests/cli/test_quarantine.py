@@ -56,6 +56,7 @@ def test_what_has_expired_is_shown_when_asked_for(tmp_path: Path) -> None:
 def test_the_machine_of_the_job_is_known(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline" / "host-0.jsonl")
     timeline.note("fabric", chips=64, hosts=[0], machine="8x8 in hosts of 4x2")
+    timeline.flush()
     assert "There is no chip 8,0" in run("add", str(tmp_path), "7,7", "8,0", code=1)
     assert "the machine has hosts 0 to 7" in run("add", str(tmp_path), "host 8", code=1)
     assert run_json("list", str(tmp_path))["entries"] == []  # all of them or none

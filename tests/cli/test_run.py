@@ -268,6 +268,7 @@ def test_steps_that_are_done_again_are_told_with_the_reason(
     timeline.note("process", seconds=0.0)
     timeline.note("restore", seconds=0.0, step=resumed, source=source)
     timeline.note("step", step=resumed + 1)
+    timeline.flush()
     watch, screen = Watch(tmp_path), Screen(1)
     watch.read()
     for _ in range(2):
@@ -300,6 +301,7 @@ def test_a_start_says_once_what_copies_survive(tmp_path: Path, capsys: pytest.Ca
             "restore", seconds=0.0, step=0, source="start", survives="the failure of any 5 of 6 hosts at once"
         )
         timeline.note("step", step=1)
+        timeline.flush()
         watch.read()
         screen.look(watch, 0.0)
     told = [line for line in capsys.readouterr().out.splitlines() if "survive" in line]
@@ -327,6 +329,7 @@ def test_only_a_start_that_measures_the_links_says_so(tmp_path: Path, capsys: py
     def shown(number: int, *events: str) -> list[str]:
         for event in events:
             notes.note(event, at=began + 10 * number, round=number)  # long ago: what comes next takes long
+        notes.flush()
         job.read()
         screen.look(job, began)
         return capsys.readouterr().out.splitlines()

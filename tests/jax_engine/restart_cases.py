@@ -142,12 +142,13 @@ def empty(outline: Outline) -> Vectors:
 
 def collect(copy: Copy, source: Source, process: int, into: Vectors) -> None:
     """Put the slices that a process is to provide from its copy where they belong."""
+    senders = source.senders(source.all_slices())
     for part, data in zip(copy.parts, copy.data, strict=True):
         content = b"".join(array.tobytes() for array in data)
         for which, (low, high) in enumerate(copy.outline.slices(part)):
             for name, first, at, length in copy.outline.byte_runs(part):
                 begin, end = max(low, at), min(high, at + length)
-                if begin < end and source.providers[part, which] == process:
+                if begin < end and senders[part, which] == process:
                     where = slice(first + begin - at, first + end - at)
                     into[name].view(np.uint8)[where] = np.frombuffer(content[begin:end], np.uint8)
 

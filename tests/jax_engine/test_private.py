@@ -71,13 +71,17 @@ def test_gloo_listens_at_the_address_that_it_is_given() -> None:
 
 
 def test_the_coordination_service_keeps_values(store: KeyValueStore) -> None:
-    store.set("here", "one")
-    assert store.wait_for("here", 0.05) == "one", NO_STORE
+    store.set("here/1/a", b"one")
+    assert store.wait_for("here/1/a", 0.05) == b"one", NO_STORE
     with pytest.raises(RuntimeError, match="ALREADY_EXISTS"):
-        store.set("here", "two")
-    store.delete("here")
-    store.delete("here")
-    assert store.wait_for("here", 0.05) is None, NO_STORE
+        store.set("here/1/a", b"two")
+    store.set("here/10/a", b"ten")
+    assert store.folder("here/1/") == [("here/1/a", b"one")], NO_STORE
+    store.delete("here/1/")
+    store.delete("here/1/")
+    assert store.folder("here/1/") == [], NO_STORE
+    assert store.wait_for("here/1/a", 0.05) is None, NO_STORE
+    assert store.wait_for("here/10/a", 0.05) == b"ten", NO_STORE
 
 
 def test_a_value_that_is_not_there_is_no_error(store: KeyValueStore) -> None:
@@ -91,7 +95,7 @@ def test_a_value_that_is_not_there_is_no_error(store: KeyValueStore) -> None:
 
 def test_a_service_that_is_gone_is_an_error() -> None:
     class Gone:
-        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
 
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):

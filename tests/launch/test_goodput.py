@@ -156,6 +156,7 @@ def test_time_in_which_a_job_waits_for_hosts_counts(tmp_path: Path) -> None:
     timeline = Timeline(timeline_of(tmp_path, 0))
     for event in first:
         timeline.note(event.pop("event"), at=now - 20.0 + event.pop("at"), **event)
+    timeline.flush()
     seen = Watch(tmp_path).snapshot()
     assert (seen.state, seen.waiting) == ("waiting", "the job waits after step 10: it needs 2 hosts")
     assert seen.waiting_s == pytest.approx(8.0, abs=2.0)
@@ -245,6 +246,8 @@ def test_a_million_steps_stay_small(tmp_path: Path) -> None:
     for number in range(1, 10_001):
         timeline.note("step", at=float(number), step=number, loss=0.5, chips=16, examples=512, waited_s=0.001)
         timeline.note("kept", at=float(number), step=number, bytes=123456)
+        if number % 1000 == 0:
+            timeline.flush()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 480_000
     account = read_account([path])
     assert account is not None
@@ -264,7 +267,7 @@ def test_a_killed_writer_loses_no_more_than_its_last_record(kills: int, max_byte
         "import sys; from meshmend.launch.timeline import Timeline\n"
         f"timeline = Timeline(sys.argv[1], max_bytes={max_bytes})\n"
         "for n in range(int(sys.argv[2]) + 1, 10**9):\n"
-        "    timeline.note('step', step=n); print(n, flush=True)\n"
+        "    timeline.note('step', step=n); timeline.flush(); print(n, flush=True)\n"
     )
     last, chance = 0, random.Random(3)
     for _ in range(kills):
@@ -301,6 +304,7 @@ def test_two_writers_of_one_timeline_lose_nothing_when_it_is_full(tmp_path: Path
         f"for n in range({marks}):\n"
         "    timeline.note('mark', writer=sys.argv[2], number=n)\n"
         "    for step in range(60): timeline.note('kept', step=step, writer=sys.argv[2], more='x' * 40)\n"
+        "    timeline.flush()\n"
     )
     command = [sys.executable, "-c", writer, str(path)]
     writers = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]

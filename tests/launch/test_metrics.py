@@ -114,7 +114,9 @@ def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path:
             event = json.loads(line)
             timeline.note(event.pop("event"), at=event.pop("at"), **event)
             if number % 5 == 0:
+                timeline.flush()
                 watch.read()
+        timeline.flush()
     watch.read()
     account = watch.account()
     assert account is not None
@@ -132,6 +134,8 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
     watch = Watch(tmp_path)
 
     def seen() -> tuple[str, tuple[int, ...], int]:
+        for timeline in timelines:
+            timeline.flush()
         now = watch.snapshot()
         assert now.account is not None
         return now.state, now.account.hosts, now.account.chips
@@ -169,7 +173,7 @@ def test_whoever_watches_a_folder_can_serve_its_metrics(tmp_path: Path) -> None:
 
 
 def test_there_must_be_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="Give the job's shared folder"):
+    with pytest.raises(LaunchError, match="Give that of the job's store"):
         Watch(tmp_path / "missing")
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -49,13 +50,13 @@ def lone_host(port: int, **settings: Any) -> Member:
 class Serving:
     """A store in a thread, and its hosts. Leaving the `with` block ends all of them."""
 
-    def __init__(self, port: int = 0, address: str = "127.0.0.1", **settings: Any) -> None:
+    def __init__(self, port: int = 0, address: str = "127.0.0.1", folder: Path | None = None, **settings: Any) -> None:
         self.lines: list[str] = []
         self.received: dict[int, list[str]] = {}
         """What each host was told."""
         self._members: list[Member] = []
         self._stop = threading.Event()
-        where: dict[str, Any] = {"address": address, "port": port}
+        where: dict[str, Any] = {"address": address, "port": port, "folder": folder}
         self.store = Store(Membership(**settings), job=JOB, secret=SECRET, log=self.lines.append, **where)
         self.port = self.store.port
         self._thread = threading.Thread(target=self._serve)

@@ -130,7 +130,7 @@ def _tune(
     hardware = hardware_of(session.fabric)
     found = {}
     if session.launch.process != 0:
-        session.coordination.exchange(None)
+        session.coordination.wait_for_all()
     for name in planners or [kind.name for kind in CHOICES]:
         try:
             found[name] = plan(session.fabric.mesh, name, payload_bytes=payload_bytes, hardware=hardware, cache=cache)
@@ -138,7 +138,7 @@ def _tune(
             if planners:
                 raise
     if session.launch.process == 0:
-        session.coordination.exchange(None)
+        session.coordination.wait_for_all()
     return found
 
 
@@ -175,7 +175,7 @@ def _time(session: Session, programs: dict[str, Program], n_values: int, repeat:
     spans: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            session.coordination.exchange(None)
+            session.coordination.wait_for_all()
             started = time.perf_counter()
             jax.block_until_ready(run())
             spans[name].append(time.perf_counter() - started)

@@ -61,7 +61,7 @@ CableRateOption = Annotated[
 ]
 MetricsOption = Annotated[
     str | None,
-    option("--metrics", "ADDR:PORT", "Address of the job's metrics for Prometheus, read from its shared folder."),
+    option("--metrics", "ADDR:PORT", "Address of the job's metrics for Prometheus, read from the store's folder."),
 ]
 JsonOption = Annotated[bool, option("--json", "", "One JSON object instead of a table.")]
 PlannerOption = Annotated[

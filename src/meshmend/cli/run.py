@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,7 @@ from meshmend.launch.environment import (
     find_job,
     find_secret,
     find_store,
+    memory_for_events,
 )
 from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
@@ -235,7 +236,6 @@ def _host_of_cluster(
         job=find_job(job),
         machine="" if machine is None else str(machine),
         environment=worker_environment(machine, number, shared, asked.machine) | {DOMAIN: find_domain(asked.domain)},
-        timeline="" if shared is None else str(timeline_of(shared, number)),
         address=address or "",
         max_restarts=asked.max_restarts,
         warm=asked.warm,
@@ -305,19 +305,16 @@ def _number(host_index: str) -> int:
 
 def _run_here(what: HostDescription, secret: str) -> None:
     screen, began = Screen(what.hosts[1]), time.time()
-    # Of one host's timeline: with thousands of hosts, all would be too much to read.
-    folder = Path(what.timeline).parent.parent if what.timeline else None
-    job = None if folder is None or not folder.is_dir() else Watch(folder, only=str(what.host))
     with (
-        _telling_of_interrupts(screen, job, began),
+        memory_for_events(what.job) as folder,
+        _telling_of_interrupts(screen, job := Watch(folder), began),
         HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes,
         _announcing_interrupts(screen),
     ):
-        processes.start_host(what)
+        processes.start_host(replace(what, timeline=str(timeline_of(folder, what.host))))
         while processes.running:
             processes.watch(1.0)
-            if job is not None:
-                job.read()
+            job.read()
             screen.look(job, began)
         status = processes.statuses[what.host]
     screen.flush()
@@ -346,16 +343,14 @@ def _on_sigterm(*_: object) -> None:
 
 
 @contextmanager
-def _telling_of_interrupts(screen: Screen, job: Watch | None, began: float) -> Iterator[None]:
+def _telling_of_interrupts(screen: Screen, job: Watch, began: float) -> Iterator[None]:
     """Say after Ctrl-C, or SIGTERM, what is stopped, and what the same command would go on from."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        saved = done = 0
-        if job is not None:
-            job.read()
-            saved = max((one.saved for one in job.newest), default=0)
-            done = max((one.last for one in job.newest if one.started > began), default=0)
+        job.read()
+        saved = max((one.saved for one in job.newest), default=0)
+        done = max((one.last for one in job.newest if one.started > began), default=0)
         kept = f"step {saved} is saved: the same command goes on from there" if saved else "no checkpoint is there yet"
         lost = f"; steps up to {done} were not saved" * (done > saved)
         screen.say(f"interrupted: all hosts are stopped; {kept}{lost}", "bold yellow")

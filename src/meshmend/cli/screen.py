@@ -182,11 +182,11 @@ class Screen:
         """Take note of when a host was killed: the others hear of it later."""
         self._lost_at.append(at)
 
-    def look(self, job: Watch | None, since: float) -> None:
+    def look(self, job: Watch, since: float) -> None:
         """Show lines that have waited, and what the timelines say: what takes long at a start, and a recovery."""
         self.flush(time.monotonic())
-        rounds = [] if job is None else [one for one in job.latest.values() if one.number and one.started > since]
-        if job is None or not rounds:
+        rounds = [one for one in job.latest.values() if one.number and one.started > since]
+        if not rounds:
             return
         now = max(rounds, key=lambda one: (one.number, -len(one.stages)))
         if (now.number, "done") in self._phases:

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from meshmend.cli.options import option
+from meshmend.cli.metrics import check_metrics, serving
+from meshmend.cli.options import MetricsOption, option
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
 from meshmend.launch.addresses import split_address
-from meshmend.launch.environment import check_address, find_job, find_secret
+from meshmend.launch.environment import check_address, file_name, find_job, find_secret
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import DEFAULT_PORT
 from meshmend.launch.processes import raise_file_limit
@@ -31,10 +32,15 @@ def command(
     listen: Annotated[
         str, option("--listen", "ADDR:PORT", "Where to listen; 0.0.0.0 or [::] for the whole network.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
+    folder: Annotated[
+        Path | None,
+        option("--folder", "DIR", "For the hosts' events: `meshmend watch DIR`.", show_default="the job's name"),
+    ] = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
+    metrics: MetricsOption = None,
 ) -> None:
-    """Serve a job's hosts: they meet here, and hear from here when one of them is lost.
+    """Serve a job's hosts: they meet here, hear from here when one of them is lost, and tell here what they do.
 
     Run it on a machine that does not die with a host. It ends when the job is over. Beyond this machine it needs a
     secret: openssl rand -hex 32 > secret; chmod 600 secret.
@@ -43,6 +49,8 @@ def command(
     """
     address, port = split_address(check_address(listen, "--listen"))
     name, secret = find_job(job), find_secret(secret_file)
+    kept = (folder or Path(file_name(name))).absolute()
+    metrics = check_metrics(metrics, kept)
 
     def log(line: str) -> None:
         # Past the buffer of sys.stdout: what that cannot write it tries to write at the end, and fails or hangs.
@@ -50,7 +58,10 @@ def command(
         os.write(sys.stdout.fileno(), text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
 
     raise_file_limit()
-    with Store(Membership(), job=name, secret=secret, address=address, port=port, log=log) as store:
+    with (
+        Store(Membership(), job=name, secret=secret, address=address, port=port, folder=kept, log=log) as store,
+        serving(metrics, kept),
+    ):
         over = store.serve()
     if not over["ok"]:
         raise LaunchError(f"The job failed: {over['why']}.")

@@ -1,9 +1,10 @@
 """Who writes an operator's alerts: hosts that are lost, a job that waits for hosts, or trains again.
 
-Under `meshmend run` the agent of each host writes these events into the host's timeline. It lives on when its worker
-dies, and hears from the store what has happened; from the worker's own lines it knows when the first step is done
-again. Under torchft the processes that train go on, and write them. So each is written by several hosts that live
-through it, with the same `id`: a reader that knows the id counts it once, and needs only one of them to have survived.
+Under `meshmend run` the agent of each host writes these events into the host's timeline, and sends all that is there to
+the store. It lives on when its worker dies, and hears from the store what has happened; from the worker's own lines it
+knows when the first step is done again. Under torchft the processes that train go on, and write them. So each is
+written by several hosts that live through it, with the same `id`: a reader that knows the id counts it once, and needs
+only one of them to have survived.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from meshmend.launch.delivery import OFTEN_S, Outbox
 from meshmend.launch.events import BELOW_MINIMUM, Done, note_alert, note_lost, note_recovered, read_event
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.member import Assignment
@@ -20,8 +22,8 @@ from meshmend.launch.timeline import Tail, Timeline
 
 WRITERS = 8
 """Hosts that write an event that more live through: if all did, the loss of a rack would make millions of lines."""
-LOOK_S = 1.0
-"""Interval at which an agent looks for its worker's steps."""
+DELIVER_S = 3.0
+"""How long an agent that ends waits until the store has its last events."""
 
 
 class AgentLog:
@@ -39,7 +41,8 @@ class AgentLog:
         self._least, self._most = hosts
         self._machine = Hosts.read(machine) if machine else None
         self._report = report
-        self._tail = None if timeline.path is None else Tail(timeline.path)
+        self._tail = None if timeline.path is None else Tail(timeline.path, all_lines=True)
+        self._outbox: Outbox | None = None
         self._assignment: Assignment | None = None
         self._assigned_at = 0.0
         self._step, self._step_at = 0, 0.0
@@ -50,11 +53,13 @@ class AgentLog:
         """Hosts of the round that are lost."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self.rounds_before = 0
-        """The last round of an earlier job in this folder."""
         if self._tail is not None:
-            self.rounds_before = max((read_event(line).round or 0 for line in self._tail.read()), default=0)
+            self._tail.read()  # of an earlier process
             threading.Thread(target=self._follow, name="meshmend-events", daemon=True).start()
+
+    def deliver(self, send: Callable[[Message], bool]) -> None:
+        """Send all events to the store from now on, by `send`, which returns whether there is one."""
+        self._outbox = Outbox(send) if self._tail is not None else None
 
     def start_round(self, assigned: Assignment) -> None:
         """Record that a round starts."""
@@ -75,6 +80,12 @@ class AgentLog:
     def on_message(self, message: Message) -> None:
         """Report what the store says, or that it cannot be reached, and record what is worth it."""
         kind = message["type"]
+        if self._outbox is not None and kind == "have":
+            self._outbox.on_have(message)
+            self._outbox.tick(self._n_hosts)
+            return
+        if self._outbox is not None and kind == "unreachable":
+            self._outbox.on_lost()
         if kind == "short":
             self._report("short", **{name: message[name] for name in ("hosts", "least", "number")})
         elif kind != "round":
@@ -94,7 +105,10 @@ class AgentLog:
     def look(self) -> int:
         """Read what the worker has written since the last time; return the last step that it has done."""
         with self._lock:
-            for event in map(read_event, self._tail.read() if self._tail is not None else ()):
+            for line in self._tail.read() if self._tail is not None else ():
+                if self._outbox is not None:
+                    self._outbox.add(line)
+                event = read_event(line)
                 if event.event == "step" and event.step:
                     self._step, self._step_at = event.step, event.at
                     if self._interrupted is not None and self._step_at > self._assigned_at:
@@ -109,13 +123,23 @@ class AgentLog:
         return self._is_training
 
     def close(self) -> None:
-        """Read the worker's last lines, and end."""
+        """Read the worker's last lines, have the store take them, and end."""
         self._closed.set()
-        self.look()
+        for _ in range(2):  # to what it reads it may add
+            self._timeline.flush()
+            self.look()
+        if self._outbox is not None:
+            self._outbox.flush(self._n_hosts, DELIVER_S)
 
     def _follow(self) -> None:
-        while not self._closed.wait(LOOK_S):
+        while not self._closed.wait(OFTEN_S):
             self.look()
+            if self._outbox is not None:
+                self._outbox.tick(self._n_hosts)
+
+    @property
+    def _n_hosts(self) -> int:
+        return self._most if self._assignment is None else len(self._assignment.hosts)
 
     def _note_missing(self, here: Iterable[int]) -> None:
         """Record the loss of hosts that died while the others were between two rounds: the store names only one."""

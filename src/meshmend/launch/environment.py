@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,26 @@ def find_job(given: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the job's name, the same on all its hosts and in its store."""
     slurm = f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "job"
     return given or env.get("MESHMEND_JOB") or slurm
+
+
+def file_name(job: str) -> str:
+    """Return a job's name as that of a file.
+
+    >>> file_name("train/7"), file_name("..")
+    ('train_7', 'job')
+    """
+    return re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)[:100].strip(".") or "job"
+
+
+@contextmanager
+def memory_for_events(job: str) -> Iterator[Path]:
+    """Yield a folder of this host's memory, in MESHMEND_MEMORY or /dev/shm, where its events wait for the store."""
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()  # noqa: S108
+    base = Path(os.environ.get("MESHMEND_MEMORY") or f"{in_memory}/meshmend-{os.getuid()}") / file_name(job)
+    base.mkdir(parents=True, exist_ok=True)
+    # Not one that it finds: another job may have the same name, and this process may be killed before it removes it.
+    with tempfile.TemporaryDirectory(prefix="host-", dir=base, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def find_secret(file: Path | None, env: Mapping[str, str] = os.environ) -> str:

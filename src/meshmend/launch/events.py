@@ -1,10 +1,10 @@
 """The events of a job: what its hosts write into their timelines, with the fields of each kind.
 
-    agent of a host     round, host lost, below minimum, recovered
+    agent of a host     round, host lost, below minimum, recovered, left out
     its worker          process, join, fabric, plan, compile, restore, step, kept, saved, checkpoint, gave up, done, …
     torchft's manager   process, quorum, join, plan, restore, step, refused, …
          |
-         +-- Timeline.note --> timeline/host-N.jsonl -- read_event --> goodput, watch, metrics, the agent
+         +-- Timeline.note, delivery --> timeline/host-N.jsonl -- read_event --> goodput, watch, metrics
 
 `Timeline.note` writes a line of JSON, and `read_event` reads it again. Lines come from files that others may have
 written: a field that is missing, or has a value of another type, has its default, and a kind that is not known here has
@@ -145,6 +145,7 @@ KINDS: dict[str, tuple[type[Event], str]] = {
     "observation": (Event, "kind suspects why"),
     "gave up": (Event, "why"),
     "stopped": (Event, ""),
+    "left out": (Event, "count"),
     "done": (Event, ""),
     LOST: (Alert, "why chips"),
     BELOW_MINIMUM: (Alert, "hosts least"),

@@ -50,6 +50,7 @@ class HostDescription:
     environment: dict[str, str] = field(default_factory=dict)
     """For the worker."""
     timeline: str = ""
+    """A file on this host for its events, on their way to the store."""
     address: str = ""
     """Under which other hosts reach this one; by default the one that it reaches the store from."""
     max_restarts: int = 3
@@ -101,8 +102,8 @@ def main(descriptor: int) -> int:
         reach_s=what.reach_s,
         silent_s=what.silent_s,
         on_message=log.on_message,
-        rounds_before=log.rounds_before,
     )
+    log.deliver(member.send)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     try:
@@ -112,9 +113,9 @@ def main(descriptor: int) -> int:
     except LeaveError:
         return STOPPED
     finally:
-        member.close()
         workers.close()
         log.close()
+        member.close()
 
 
 def _ended(error: MeshmendError, report: Any) -> int:

@@ -37,10 +37,11 @@ STORE_S = 120.0
 class LocalJob(HostProcesses):
     """A job of virtual hosts that run `argv`, a script and its arguments. Leaving the `with` block ends everything.
 
-    `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `machine` is the
-    file that describes the machine whose chips these virtual ones stand for. `environment` returns what a host's worker
-    gets besides. A host that is killed loses its memory, which is a folder of its own. With a `secret`, checkpoints are
-    signed, and compiled programs of earlier runs are loaded; by default there is one that ends with this run.
+    `shared` is the folder that all hosts see, and the store's. A round needs `least` hosts, by default half of them.
+    `machine` is the file that describes the machine whose chips these virtual ones stand for. `environment` returns
+    what a host's worker gets besides. A host that is killed loses its memory, which is a folder of its own. With a
+    `secret`, checkpoints are signed, and compiled programs of earlier runs are loaded; by default there is one that
+    ends with this run.
     `start_over` and `state_wait_s` are as in `HostDescription`.
     """
 
@@ -112,7 +113,7 @@ class LocalJob(HostProcesses):
                     hosts=(self.least, len(self.hosts)),
                     job=self.job,
                     machine=str(self.hosts),
-                    timeline=str(timeline_of(self.shared, host)),
+                    timeline=str(timeline_of(Path(self._memory), host)),
                     max_restarts=self._max_restarts,
                     silent_s=self._silent_s,
                     warm=self._warm,
@@ -144,7 +145,7 @@ class LocalJob(HostProcesses):
         self._store = subprocess.Popen(  # noqa: S603  # our own interpreter and module
             [
                 *(sys.executable, "-m", "meshmend.launch.store"),
-                *(f"{LOOPBACK}:{self._port}", self.job, str(self._silent_s), str(self._start_s)),
+                *(f"{LOOPBACK}:{self._port}", self.job, str(self._silent_s), str(self._start_s), str(self.shared)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -78,9 +78,9 @@ class Member:
     """A host's membership in a job. `close` it at the end.
 
     `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
-    `rounds_before` is the last round of an earlier job in the same folder: the count goes on from there. `on_message`
-    is called with each message of the store, except its heartbeats, from the thread that reads them, and with {"type":
-    "unreachable", "why": …} when it cannot be reached; with "where", "for_s" and "reached" as well when that lasts.
+    `on_message` is called with each message of the store, except its heartbeats, from the thread that reads them, and
+    with {"type": "unreachable", "why": …} when it cannot be reached; with "where", "for_s" and "reached" as well when
+    that lasts.
     """
 
     def __init__(
@@ -95,12 +95,11 @@ class Member:
         address: str | None = None,
         reach_s: float = 60.0,
         silent_s: float = SILENT_S,
-        rounds_before: int = 0,
         on_message: Callable[[Message], None] = lambda _: None,
     ) -> None:
         self._store = split_address(store)
         self._where = store
-        self._hello: Message = {"host": host, "hosts": hosts, "machine": machine, "rounds_before": rounds_before}
+        self._hello: Message = {"host": host, "hosts": hosts, "machine": machine}
         self._address = (address or "").strip("[]")
         self._reached_at = ""
         """Under which this host is reached: what was given, or the address from which it reaches the store."""
@@ -185,6 +184,11 @@ class Member:
         with self._changed:
             self._send_message({"type": "failed", "why": why[:2000]})
 
+    def send(self, message: Message) -> bool:
+        """Send something to the store, if it is there; return whether it is."""
+        with self._changed:
+            return self._admitted and self._send_message(message)
+
     def close(self) -> None:
         """Leave the job."""
         self._closed.set()
@@ -202,11 +206,13 @@ class Member:
         if self._over is not None:
             raise LaunchError(f"{OVER}{self._over['why']}.")
 
-    def _send_message(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> bool:
         """Send to the store, if it can be reached; otherwise the next connection repeats what matters."""
         if self._connection is not None and self._channel is not None:
             with contextlib.suppress(OSError):
                 self._connection.sendall(self._channel.pack(message))
+                return True
+        return False
 
     def _beat(self) -> None:
         """Send heartbeats, and say so when the store is away: the thread that reads may wait for an answer."""

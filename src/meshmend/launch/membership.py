@@ -171,7 +171,7 @@ class Membership:
     number: int = 0
     """Of the newest round so far."""
     rounds_before: int = 0
-    """Of the newest round of earlier jobs in the same folder."""
+    """Of the newest round of earlier jobs whose events are in the store's folder."""
     store_at: str = ""
     """The address at which hosts on other machines reach the store; "" as long as none has come."""
     over: Message | None = None
@@ -232,7 +232,6 @@ class Membership:
         self._keys[host] = key
         self._in["new"].add(key)
         self.number = max(self.number, int(hello.get("number") or 0))
-        self.rounds_before = max(self.rounds_before, int(hello.get("rounds_before") or 0))
         self._arrived_at = now
         running = hello.get("running")
         if running is not None:

@@ -41,6 +41,8 @@ CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
 HEADER_BYTES = len(MAGIC) + 4 + TAG_BYTES
 MAX_HELLO_BYTES = 16 << 10
 """Of a body: facts are a few hundred bytes, and any set of 20,000 hosts at most 3.4 KB."""
+MAX_BODY_BYTES = 64 << 10
+"""Of a body in a channel: events, of which a host sends one batch at a time."""
 MAX_HOSTS = 1 << 20
 """Numbers of hosts are below this."""
 HOST_SETS = ("hosts", "cut_off")
@@ -152,7 +154,7 @@ class AuthenticatedChannel:
     def encode(message: dict[str, Any]) -> bytes:
         """Return the body of a message, which may go to many."""
         packed = {name: pack_hosts(message[name]) for name in HOST_SETS if name in message}
-        return encode({**message, **packed}, limit=MAX_HELLO_BYTES)
+        return encode({**message, **packed}, limit=MAX_BODY_BYTES)
 
     def pack(self, message: dict[str, Any]) -> bytes:
         """Return the frame of the next message to the other side."""

@@ -5,6 +5,8 @@ round at once. `membership` decides who is in a round, this serves the sockets. 
 waits for one of them. Health probes, port scanners and processes of other jobs are refused one by one: each has its
 own limits of time and bytes, and none is listened to before it has proven that it knows the job's secret.
 
+It also keeps what hosts and their workers have to tell (`delivery`), in its folder, and waits for no disk.
+
 If the store is lost, training continues: the hosts keep their round, look for the store until it is back at the same
 address, and tell the new one what they run.
 """
@@ -24,15 +26,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from meshmend.errors import LaunchError
 from meshmend.launch.addresses import is_loopback, join_address, listen, split_address
+from meshmend.launch.delivery import Inbox
 from meshmend.launch.hosts import name_hosts
 from meshmend.launch.membership import BEAT_S, Membership, Message, RefusedError
 from meshmend.launch.messages import (
     HEADER_BYTES,
     HELLO,
+    MAX_BODY_BYTES,
     MAX_HELLO_BYTES,
     NONCE_BYTES,
     AuthenticatedChannel,
@@ -82,7 +87,8 @@ class Peer:
 class Store:
     """The store of one job. Use it in a `with` block; `serve` returns when the job is over.
 
-    `address` is where it listens; without a secret it listens on this machine only. `log` is called with a line for
+    `address` is where it listens; without a secret it listens on this machine only. `folder` is where the events of its
+    hosts are kept; without one they are not. `log` is called with a line for
     people whenever something happens, from a thread of its own: it may fail, or take its time.
     """
 
@@ -94,6 +100,7 @@ class Store:
         secret: str,
         address: str = "127.0.0.1",
         port: int = 0,
+        folder: Path | None = None,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
         if not secret and not is_loopback(address):
@@ -129,6 +136,11 @@ class Store:
         self._refused: dict[str, tuple[int, str]] = {}
         """Why connections were, how many since the last line about it, and from where the last one came."""
         self._log = _Log(log)
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
+        self._events = Inbox(folder, wake=self._wake, log=self._log.put)
+        membership.rounds_before = max(membership.rounds_before, self._events.rounds_before)
         self._log.put(f"the store of {job} listens on {join_address(address, self.port)}")
 
     def __enter__(self) -> Self:
@@ -137,9 +149,17 @@ class Store:
     def __exit__(self, *_: object) -> None:
         for peer in list(self._peers):
             self._close(peer)
+        self._events.close()
         self._selector.close()
         self._server.close()
+        self._woken.close()
+        self._wakes.close()
         self._log.close()
+
+    def _wake(self) -> None:
+        """Have this served at once, from another thread."""
+        with contextlib.suppress(OSError):  # it has been woken often enough, or has ended
+            self._wakes.send(b".")
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> Message:
         """Serve until the job is over, and return how it ended; or until `until` says so."""
@@ -162,6 +182,8 @@ class Store:
         for selected, _ in ready:
             if selected.data is None:
                 is_called = True
+            elif selected.data is self._woken:
+                self._woken.recv(1 << 16)
             elif selected.data in self._peers:
                 self._read(selected.data)
         if is_called:
@@ -174,6 +196,8 @@ class Store:
             beat = {"type": "beat"}
             self.membership.outbox += [(key, beat) for key in self.membership.members]
             self._report_connections()
+        while self._events.answers:
+            self.membership.outbox.append(self._events.answers.popleft())
         self._send_all()
 
     def _has_room(self, now: float) -> bool:
@@ -228,7 +252,7 @@ class Store:
         peer.data += more
         try:
             while peer in self._peers:
-                size = frame_bytes(peer.data, MAX_HELLO_BYTES)
+                size = frame_bytes(peer.data, MAX_HELLO_BYTES if peer.channel is None else MAX_BODY_BYTES)
                 if size is None or len(peer.data) < size:
                     return
                 frame, peer.data = peer.data[:size], peer.data[size:]
@@ -240,7 +264,9 @@ class Store:
         now = time.monotonic()
         if peer.channel is not None:
             message = peer.channel.unpack(frame)
-            if peer in self.membership.members:
+            if peer in self.membership.members and message["type"] == "events":
+                self._events.put(peer, self.membership.members[peer].host, message)
+            elif peer in self.membership.members:
                 self.membership.on_message(peer, message, now)
             else:
                 self._send_last(peer, {"type": "dropped"})  # another process has taken its place
@@ -365,12 +391,13 @@ class _Log:
                 self._write(line)
 
 
-def main(where: str, job: str, silent_s: str, start_s: str) -> None:
+def main(where: str, job: str, silent_s: str, start_s: str, folder: str) -> None:
     """Serve a job on this machine: how `LocalJob` starts its store."""
     raise_file_limit()
     address, port = split_address(where)
     membership = Membership(silent_s=float(silent_s), start_s=float(start_s))
-    with Store(membership, job=job, secret=os.environ["MESHMEND_SECRET"], address=address, port=port) as store:
+    secret, kept = os.environ["MESHMEND_SECRET"], Path(folder)
+    with Store(membership, job=job, secret=secret, address=address, port=port, folder=kept) as store:
         store.serve()
 
 

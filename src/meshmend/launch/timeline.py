@@ -1,20 +1,22 @@
 """The timeline: a small log of when everything happened, to break a restart down into stages.
 
-One line of JSON per event, in one file per host that later rounds append to. A line is written atomically, and
-survives the process that wrote it. Its size is bounded: when a file is full, a thousand of its older steps become one
-line, with the times of the first and the last, and everything else stays as it was. So what the time of a job was spent
-on can be told after millions of steps. A log that cannot be written never stops the job, nor does a disk that hangs: a
-thread writes, which an event waits for only as long as the disk answers.
+One line of JSON per event, in one file per host that later rounds append to. A line is written whole, and survives the
+process that wrote it. Its size is bounded: when a file is full, a thousand of its older steps become one line, with the
+times of the first and the last, and everything else stays as it was. So what the time of a job was spent on can be told
+after millions of steps. A thread writes, and no event waits for it: neither a full disk nor one that hangs stops a job.
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
 import json
 import os
 import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +42,9 @@ MARK = "condensed"
 MAX_LINE_BYTES = 256 << 10
 """Of one event, which may list 20,000 hosts; what is longer keeps its time and name only."""
 HUNG_AFTER_S = 5.0
-"""How long an event waits for its line to be written. After that none does, until all that were left are written."""
+"""When a disk that has not answered for so long is said to hang."""
+FLUSH_S = 2.0
+"""How long a process that ends waits for its last lines to be written."""
 IDLE_S = 5.0
 """How long the thread that writes stays without anything to write."""
 
@@ -62,20 +66,19 @@ class Timeline:
         self.max_bytes = max_bytes
         self.facts = facts
         self.events: deque[Line] = deque(maxlen=MAX_EVENTS)
+        self._file = None if path is None else EventFile(Path(path), max_bytes)
         self._changed = threading.Condition()
-        self._lines: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
-        """Lines that are still to be written, each with its number."""
-        self._n_lines = self._n_written = 0
+        self._lines: deque[bytes] = deque(maxlen=MAX_EVENTS)
+        """Lines that are still to be written."""
+        self._writes_since: float | None = None
+        """Since when the thread waits for the disk; None while it does not."""
         self._writer: threading.Thread | None = None
-        self._hangs = False
         self._error: OSError | None = None
         self._warned = False
+        _OPEN.add(self)
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Line:
-        """Record an event; `at` is its time, by default now.
-
-        It is in the file when this returns, unless the disk hangs: then it will be when the disk is back.
-        """
+        """Record an event; `at` is its time, by default now. It is in the file soon after, or after a `flush`."""
         line: Line = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
         if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 8):
@@ -83,76 +86,53 @@ class Timeline:
             text = json.dumps(line).encode() + b"\n"
         with self._changed:
             self.events.append(line)
-            if self.path is not None:
-                self._n_lines += 1
-                self._lines.append((self._n_lines, text))
-                self._wait_written(self.path, self._n_lines)
+            if self._file is not None:
+                if len(self._lines) == MAX_EVENTS:
+                    self._error = self._error or OSError(errno.EBUSY, "its disk is too slow for so many events")
+                self._lines.append(text)
+                self._wake_writer(self._file)
         self._warn()
         return line
 
-    def _wait_written(self, path: Path, number: int) -> None:
-        """Wait for a line, with the lock held, if the disk is not known to hang."""
+    def flush(self, timeout_s: float = FLUSH_S) -> None:
+        """Wait until all that was noted is written, at most so long. Call it where a process ends at once."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines and self._writes_since is None, timeout_s)
+        self._warn()
+
+    def _wake_writer(self, file: EventFile) -> None:
         if self._writer is None or not self._writer.is_alive():  # a fork has no threads
             self._writer = threading.Thread(
-                target=self._write_lines, args=(path, IDLE_S), name="meshmend-timeline", daemon=True
+                target=self._write_lines, args=(file, IDLE_S), name="meshmend-timeline", daemon=True
             )
             try:
                 self._writer.start()
             except RuntimeError:  # at the end of the interpreter there are no new threads
-                self._write_lines(path, 0.0)
+                self._write_lines(file, 0.0)
         self._changed.notify_all()
-        if not self._hangs and not self._changed.wait_for(lambda: self._n_written >= number, HUNG_AFTER_S):
-            self._hangs = True
-            self._error = TimeoutError(f"no answer within {HUNG_AFTER_S:g} s")
 
-    def _write_lines(self, path: Path, idle_s: float) -> None:
+    def _write_lines(self, file: EventFile, idle_s: float) -> None:
         """Write what there is, until there is nothing for so long."""
         while True:
             with self._changed:
+                self._writes_since = None
+                self._changed.notify_all()
                 if not self._changed.wait_for(lambda: self._lines, idle_s):
                     self._writer = None
                     return
-                number, text = self._lines.popleft()
-            error = None
+                text = self._lines.popleft()
+                while self._lines and len(text) + len(self._lines[0]) < self.max_bytes // 8:
+                    text += self._lines.popleft()
+                self._writes_since = time.monotonic()
             try:
-                self._append(path, text)
-            except OSError as why:
-                error = why
-            with self._changed:
-                self._n_written, self._error = number, error or self._error
-                self._hangs = self._hangs and bool(self._lines)
-                self._changed.notify_all()
-
-    def _append(self, path: Path, text: bytes) -> None:
-        """Add a line. A host's agent and its worker both do, so whoever finds the file nearly full takes its lock."""
-        if _write(path, text, below=self.max_bytes - self.max_bytes // 32):
-            return
-        with locked(path):
-            if not _write(path, text, below=self.max_bytes):
-                self._condense(path)
-                _write(path, text)
-
-    def _condense(self, path: Path) -> None:
-        """Condense a full file to at most half its size. If that is not enough, its oldest lines go."""
-        draft, read = path.with_name(path.name + ".draft"), -1
-        while read != path.stat().st_size:  # another process may have written without a lock meanwhile
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - self.max_bytes // 4))
-                file.readline()
-                recent = file.tell()
-                file.seek(0)
-                lines = [json.dumps(event).encode() + b"\n" for event in condense(_events(file, recent))]
-                while sum(map(len, lines)) > self.max_bytes // 4:
-                    del lines[: 1 + len(lines) // 10]
-                mark = json.dumps({"at": time.time(), "event": MARK}).encode() + b"\n"
-                file.seek(recent)
-                with draft.open("wb") as into:
-                    into.writelines([mark, *lines])
-                    shutil.copyfileobj(file, into)
-                read = file.tell()
-        draft.replace(path)
+                file.append(text)
+            except OSError as error:
+                self._error = error
 
     def _warn(self) -> None:
+        since = self._writes_since
+        if since is not None and time.monotonic() - since > HUNG_AFTER_S:
+            self._error = TimeoutError(f"no answer within {HUNG_AFTER_S:g} s")
         if self._error is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -167,6 +147,56 @@ class Timeline:
         started, more = time.time(), dict(facts)
         yield more
         self.note(event, at=started, seconds=time.time() - started, **more)
+
+
+_OPEN: weakref.WeakSet[Timeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    for timeline in list(_OPEN):
+        timeline.flush()
+
+
+class EventFile:
+    """A file of events, one line each, that never gets larger than `max_bytes`."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+
+    def append(self, text: bytes) -> None:
+        """Add lines. A host's agent and its worker both do, so whoever finds the file nearly full takes its lock."""
+        if _write(self.path, text, below=self.max_bytes - self.max_bytes // 32):
+            return
+        with locked(self.path):
+            if not _write(self.path, text, below=self.max_bytes):
+                self._condense()
+                _write(self.path, text)
+
+    def _condense(self) -> None:
+        """Condense a full file to at most half its size. If that is not enough, its oldest lines go."""
+        path = self.path
+        draft, read = path.with_name(path.name + ".draft"), -1
+        while read != path.stat().st_size:  # another process may have written without a lock meanwhile
+            with path.open("rb") as file:
+                was = parse(file.readline()) or {}
+                file.seek(max(0, path.stat().st_size - self.max_bytes // 4))
+                file.readline()
+                recent = file.tell()
+                file.seek(0)
+                lines = [json.dumps(event).encode() + b"\n" for event in condense(_events(file, recent))]
+                while sum(map(len, lines)) > self.max_bytes // 4:
+                    del lines[: 1 + len(lines) // 10]
+                # For who follows the file: what began where stands behind how many bytes now.
+                where = {"was": was.get("at"), "from": recent, "behind": sum(map(len, lines))}
+                mark = json.dumps({"at": time.time(), "event": MARK, **where}).encode() + b"\n"
+                file.seek(recent)
+                with draft.open("wb") as into:
+                    into.writelines([mark, *lines])
+                    shutil.copyfileobj(file, into)
+                read = file.tell()
+        draft.replace(path)
 
 
 def _open(path: Path) -> int:
@@ -189,8 +219,10 @@ def _write(path: Path, text: bytes, below: int | None = None) -> bool:
         if size and os.pread(handle, 1, size - 1) != b"\n":
             # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
             text = b"\n" + text
-        if os.write(handle, text) < len(text):
-            raise OSError("the disk took only a part of a line")
+        if (n_written := os.write(handle, text)) < len(text):
+            if os.fstat(handle).st_size == size + n_written:
+                os.ftruncate(handle, size)
+            raise OSError(errno.ENOSPC, "the disk took only a part of a line")
         return os.fstat(handle).st_nlink > 0
     finally:
         os.close(handle)
@@ -203,12 +235,15 @@ def _events(file: BinaryIO, until: int) -> Iterator[Line]:
             yield event
 
 
-def condense(events: Iterable[Line]) -> Iterator[Line]:
-    """Return the events with runs of steps made one each.
+def condense(events: Iterable[Line], after: Line | None = None) -> Iterator[Line]:
+    """Return the events with runs of steps made one each; the first step of a round, from which it counts, stays.
+
+    `after` is the last step before these events.
 
     >>> steps = [{"at": float(n), "event": "step", "step": n, "loss": 1 / n, "host": 0} for n in (1, 2, 3)]
-    >>> list(condense(steps))
-    [{'at': 3.0, 'event': 'steps', 'host': 0, 'first': 1, 'step': 3, 'since': 1.0, 'loss': 0.3333333333333333}]
+    >>> first, others = condense(steps)
+    >>> others
+    {'at': 3.0, 'event': 'steps', 'host': 0, 'first': 2, 'step': 3, 'since': 2.0, 'loss': 0.3333333333333333}
     """
     run: list[Line] = []
     kept: Line | None = None
@@ -216,34 +251,42 @@ def condense(events: Iterable[Line]) -> Iterator[Line]:
         if event["event"] == "kept":
             kept = event
             continue
-        is_step = event["event"] == "step" and isinstance(event.get("step"), int)
+        is_step = event["event"] in ("step", "steps") and isinstance(event.get("step"), int)
         if not is_step or (run and not _belongs(event, run)):
             yield from _condensed(run, kept)
             run, kept = [], None
-        if is_step:
+        if is_step and after is not None and after.get("round") == event.get("round"):
             run.append(event)
         elif event["event"] != MARK:
             yield event
+        after = event if is_step else after
     yield from _condensed(run, kept)
 
 
+def _first(event: Line) -> int:
+    return int(event["first"] if "first" in event else event["step"])
+
+
 def _belongs(event: Line, run: list[Line]) -> bool:
-    """Whether a step goes on with a run of them: the next number, of the same round, and the run is not full."""
+    """Whether steps go on with a run of them: the next number, of the same round, and the run is not full."""
     same = all(event.get(name) == run[-1].get(name) for name in ("round", "chips"))
-    return same and event["step"] == run[-1]["step"] + 1 and len(run) < MAX_STEPS
+    return same and _first(event) == run[-1]["step"] + 1 and event["step"] - _first(run[0]) < MAX_STEPS
 
 
 def _condensed(run: list[Line], kept: Line | None) -> Iterator[Line]:
-    if run:
-        facts = {name: value for name, value in run[-1].items() if name not in ("event", "step", "loss", "waited_s")}
+    if len(run) == 1:
+        yield run[0]
+    elif run:
+        own = ("event", "first", "step", "since", "loss", "waited_s", "sent")
+        facts = {name: value for name, value in run[-1].items() if name not in own}
         waited = sum(event.get("waited_s", 0.0) for event in run)
         yield {
             "at": facts.pop("at"),
             "event": "steps",
             **facts,
-            "first": run[0]["step"],
+            "first": _first(run[0]),
             "step": run[-1]["step"],
-            "since": run[0]["at"],
+            "since": run[0].get("since", run[0]["at"]),
             **({"loss": run[-1]["loss"]} if "loss" in run[-1] else {}),
             **({"waited_s": waited} if waited else {}),
         }
@@ -268,24 +311,26 @@ def read_timeline(path: str | Path) -> list[Line]:
 
 
 class Tail:
-    """Follows a timeline, for readers that keep what they need themselves."""
+    """Follows a timeline, for readers that keep what they need themselves.
 
-    def __init__(self, path: Path) -> None:
+    That there is a copy of a step is left out where there is one of a later step, which is half of the lines; unless
+    the reader wants `all_lines`.
+    """
+
+    def __init__(self, path: Path, *, all_lines: bool = False) -> None:
         self.path = path
+        self._all_lines = all_lines
         self.is_anew = True
-        """Whether what was read last begins with the file's first line, because the file is new or was condensed."""
+        """Whether what was read last begins with the file's first line, because the file is another one."""
         self._first = b""
         self._offset = 0
 
     def read(self) -> list[Line]:
-        """Return the events since the last time. A line that is not whole yet is left for the next time.
-
-        That there is a copy of a step is left out where there is one of a later step: those are half of the lines.
-        """
+        """Return the events since the last time. A line that is not whole yet is left for the next time."""
         try:
             with self.path.open("rb") as file:
                 first = file.readline()
-                self.is_anew = first != self._first
+                self.is_anew = first != self._first and not self._is_condensed(first)
                 self._first, self._offset = first, 0 if self.is_anew else self._offset
                 file.seek(self._offset)
                 data = file.read()
@@ -294,11 +339,21 @@ class Tail:
             return []
         whole = data.rfind(b"\n") + 1
         self._offset += whole
+        if self._all_lines:
+            return parse_lines(data[:whole])
         lines = data[:whole].splitlines(keepends=True)
         copies = [number for number, line in enumerate(lines) if b'"event": "kept"' in line[:64]]
         for number in reversed(copies[:-1]):
             del lines[number]
         return parse_lines(b"".join(lines))
+
+    def _is_condensed(self, first: bytes) -> bool:
+        """Go to the same place of a file that begins anew, if it is the condensed one and still has that place."""
+        mark, was = parse(first) or {}, parse(self._first) or {}
+        if not was or mark.get("was") != was["at"] or self._offset < mark["from"]:
+            return False
+        self._offset += len(first) + mark["behind"] - mark["from"]
+        return True
 
 
 def parse_lines(data: bytes) -> list[Line]:

@@ -1,4 +1,4 @@
-"""A job as it runs, read from the shared folder: what `meshmend watch` shows, and what metrics are made of."""
+"""A job as it runs, from the events in its store's folder: what `meshmend watch` shows, and metrics are made of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshmend.launch.goodput import (
     summarize,
 )
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.timeline import Tail, read_timeline, timeline_of
+from meshmend.launch.timeline import Tail, read_timeline
 from meshmend.quarantine import Quarantined, QuarantineList
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
@@ -34,20 +34,20 @@ QUIET_STEPS = 10
 
 
 class Watch:
-    """A job's hosts, followed by their timelines, or `only` one. Its memory does not grow with the number of steps."""
+    """A job's hosts, followed by their timelines. Its memory does not grow with the number of steps."""
 
-    def __init__(self, folder: str | Path, *, only: str | None = None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._only = only
         if not self.folder.is_dir():
-            raise LaunchError(f"There is no folder {self.folder}. Give the job's shared folder, as in --shared.")
+            raise LaunchError(
+                f"There is no folder {self.folder}. Give that of the job's store, as in --folder, or its shared one."
+            )
         self.histories: dict[str, HostHistory] = {}
         self._tails: dict[str, Tail] = {}
 
     def read(self) -> None:
         """Read what has been written since the last time, also by hosts that are new."""
-        paths = timelines(self.folder) if self._only is None else [timeline_of(self.folder, self._only)]
-        for path in paths:
+        for path in timelines(self.folder):
             found = NAMES.fullmatch(path.name)
             if found is not None:
                 self._tails.setdefault(found[1], Tail(path))

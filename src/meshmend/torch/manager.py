@@ -190,6 +190,7 @@ class Manager(torchft.Manager):
         super().shutdown(wait)
         if sys.exception() is None:
             self.timeline.note("done", step=self.current_step())
+        self.timeline.flush()
 
     def _read_list(self) -> None:
         """Read the quarantine list; raise `QuarantineError` if it is damaged or that of another machine."""
@@ -265,6 +266,7 @@ class Manager(torchft.Manager):
         failed_at = self._group.timings.failed_at
         at = failed_at if failed_at > self._asked_at else time.time()
         self.timeline.note("gave up", at=at, why=f"{type(error).__name__}: {error}"[:300])
+        self.timeline.flush()
 
 
 def _with_defaults(pg: MeshProcessGroup, given: Mapping[str, Any]) -> tuple[dict[str, Any], dist.TCPStore | None]:

@@ -89,7 +89,8 @@ def test_a_build_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> 
             raise PlanError("row-pairs", "8x8", "the hole is too wide")
 
     with pytest.warns(UserWarning, match=r"loss of host 1 failed: OSError: plan cache: stale file handle 1") as caught:
-        ahead = run(session_of(*range(5), timeline=path), build)
+        ahead = run(session := session_of(*range(5), timeline=path), build)
+    session.timeline.flush()
     assert len(caught) == 1, "once"
     assert ahead.ready == [0, 4]
     assert [event.get("problem") for event in read_timeline(path)] == [

@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -268,8 +268,8 @@ class Answers:
     def __init__(self, other: list[str]) -> None:
         self.other = other
 
-    def exchange(self, mine: list[str]) -> list[list[str]]:
-        return [mine, [other or own for other, own in zip(self.other, mine, strict=True)]]
+    def decide(self, mine: list[str], judge: Callable[[list[list[str]]], str]) -> str:
+        return judge([mine, [other or own for other, own in zip(self.other, mine, strict=True)]])
 
 
 @pytest.mark.parametrize(

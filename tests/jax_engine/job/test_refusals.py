@@ -19,6 +19,7 @@ import meshmend.jax as mmj
 from jax_engine.job.job_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.job.exit import Ending
+from meshmend.jax.job.run import digest
 from meshmend.jax.session.coordination import Coordination
 from meshmend.jax.session.shared_folder import open_shared
 from meshmend.jax.session.single_process import initialize_alone, is_launched
@@ -33,8 +34,8 @@ class TwoProcesses(Coordination):
         super().__init__(0, 1)
         self.change = change
 
-    def exchange(self, fact: Any) -> list[Any]:
-        return [fact] if self.change(fact) == fact else [fact, self.change(fact)]
+    def decide(self, fact: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        return judge([fact] if self.change(fact) == fact else [fact, self.change(fact)])
 
 
 def with_another(change: Callable[[Any], Any]) -> Any:
@@ -110,7 +111,7 @@ def test_processes_must_agree(tmp_path: Path) -> None:
         with pytest.raises(RestartError, match=f"different settings: {name} is .* on process 0 and .* on process 1"):
             train(mmj_job(changed(name, value)), 2)
     with pytest.raises(RestartError, match=r"Processes 0 and 1 begin with different parameters.* the same seed"):
-        train(mmj_job(lambda fact: "another digest" if isinstance(fact, str) and len(fact) == 64 else fact), 2)
+        train(mmj_job(lambda fact: "another digest" if fact == digest(PARAMS) else fact), 2)
 
 
 def test_a_planner_is_asked_about_losses_until_the_job_has_started_with_it(
@@ -197,7 +198,7 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
         happened.append(f"gave up: {error}")
         raise Ended
 
-    coordination = SimpleNamespace(exchange=lambda fact: happened.append(f"exchanged {fact}"))
+    coordination = SimpleNamespace(wait_for_all=lambda: happened.append("all are there"))
     session: Any = SimpleNamespace(launch=SimpleNamespace(n_processes=2), coordination=coordination, give_up=give_up)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: happened.append("shut down"))
     before = sys.excepthook
@@ -207,7 +208,7 @@ def test_a_process_with_peers_ends_at_once_by_an_error_and_waits_for_all_at_the_
     assert sys.excepthook == ending._on_error
     ending.close()
     ending.close()
-    assert happened == ["gave up: a typo", "exchanged done", "shut down"]
+    assert happened == ["gave up: a typo", "all are there", "shut down"]
     with pytest.raises(Ended):
         Ending(session, lambda: True).close()
     assert "The script ended in the middle of training" in happened[-1]

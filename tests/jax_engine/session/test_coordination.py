@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,30 +20,35 @@ import pytest
 import meshmend.jax as mmj
 from meshmend.errors import PlanError, RestartError
 from meshmend.jax.session import Session
-from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.coordination import Coordination, Protocol, Question
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch import Launch, Timeline
 from meshmend.launch.processes import free_port
 from meshmend.planning import PlanCache
+from protocols import run_together
 
 
 class Service:
     """JAX's key-value store in memory, with the same errors."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        self.values: dict[str, bytes] = {}
+        self.calls = Counter[str]()
+        """Calls by the last part of their key, or by their kind."""
         self.changed = threading.Condition()
         self.down = False
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
         self._check()
+        self.calls[key.rpartition("/")[2]] += 1
         with self.changed:
             if key in self.values:
                 raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
             self.values[key] = value
             self.changed.notify_all()
 
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        self.calls["waits"] += 1
         with self.changed:
             self.changed.wait_for(lambda: self.down or key in self.values, timeout_in_ms / 1000)
         self._check()
@@ -50,9 +56,18 @@ class Service:
             raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
         return self.values[key]
 
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        self._check()
+        self.calls["folders"] += 1
+        with self.changed:
+            return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
     def key_value_delete(self, key: str) -> None:
         self._check()
-        self.values.pop(key, None)
+        self.calls["deletes"] += 1
+        with self.changed:
+            for name in [name for name in self.values if name.startswith(key)]:
+                del self.values[name]
 
     def stop(self) -> None:
         with self.changed:
@@ -84,8 +99,53 @@ def test_facts_that_all_have_read_are_forgotten(service: Service) -> None:
     with ThreadPoolExecutor(2) as pool:
         for fact in range(20):
             list(pool.map(lambda one, fact=fact: one.exchange(fact), boards))
-    assert sorted(service.values) == ["meshmend/19/0", "meshmend/19/1"]
+    assert sorted(service.values) == ["meshmend/19/answer", "meshmend/19/facts/1"]
+    boards[0].close()
+    assert not service.values
     assert Coordination(0, 1).exchange((1, None)) == [[1, None]]
+
+
+@pytest.mark.parametrize("n", [2, 50, 200])
+def test_a_question_costs_each_process_two_messages_and_process_0_a_few_more(n: int, service: Service) -> None:
+    boards = [Coordination(process, n) for process in range(n)]
+    with ThreadPoolExecutor(n) as pool:
+        for number in range(3):
+            told = list(pool.map(lambda one: one.decide(one.process, sum), boards))
+            assert told == n * [sum(range(n))], number
+    assert {service.calls[str(process)] for process in range(1, n)} == {3}
+    assert service.calls["answer"] == 3
+    assert service.calls["deletes"] == 2
+    # The others wait once for each answer, and process 0 for as many of them as it finds missing.
+    assert service.calls["waits"] <= 3 * (n - 1) + service.calls["folders"]
+    assert service.calls["folders"] <= 3 * n
+
+
+def test_what_process_0_refuses_is_raised_on_all(service: Service) -> None:
+    boards = [Coordination(process, 3) for process in range(3)]
+
+    def refuse(facts: list[int]) -> None:
+        raise RestartError(f"It cannot be {max(facts)}.", host=max(facts))
+
+    def ask(one: Coordination) -> tuple[str, int | None]:
+        with pytest.raises(RestartError) as caught:
+            one.decide(one.process, refuse)
+        return str(caught.value), caught.value.host
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(ask, boards)) == 3 * [("It cannot be 2.", 2)]
+
+
+def test_a_protocol_runs_to_its_end(service: Service) -> None:
+    def count(mine: int) -> Protocol[int]:
+        total = 0
+        while total < 20:
+            total += yield Question(mine, sum)
+        return total
+
+    boards = [Coordination(process, 3) for process in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda one: one.run(count(one.process + 1)), boards)) == [24, 24, 24]
+    assert run_together([count(number) for number in (1, 2, 3)]).results == [24, 24, 24]
 
 
 def test_a_channel_forgets_what_the_last_one_has_told(service: Service) -> None:
@@ -96,15 +156,14 @@ def test_a_channel_forgets_what_the_last_one_has_told(service: Service) -> None:
         channel = one.channel("save")
         channel.exchange("chunks")
         if fails and one.process == 0:
-            with pytest.raises(RestartError, match=r"Process 1 has kept the others waiting for 0\.5 s"):
+            with pytest.raises(RestartError, match=r"Process 0 has waited 0\.5 s for process 1, which"):
                 channel.exchange("never answered")
 
     with ThreadPoolExecutor(2) as pool:
         for number in range(1, 11):
             list(pool.map(lambda one, fails=number == 5: save(one, fails), boards))
             told = sorted(service.values)
-            assert told[:1] == [f"meshmend/save {number}/0/0"]
-            assert len(told) == 2 + (number == 5)
+            assert told == [f"meshmend/save {number}/0/answer", f"meshmend/save {number}/0/facts/1"]
 
 
 def test_a_dead_coordinator_is_reported_at_once(service: Service) -> None:
@@ -175,7 +234,7 @@ def test_a_planner_that_dies_of_something_else_is_reported(tmp_path: Path) -> No
 
     first, second = together(sessions(), lambda session: session.agree_on_plan(broken, tmp_path))
     assert str(first) == "stale file handle"
-    assert str(second) == "Process 0 could not plan: OSError: stale file handle. See its log."
+    assert str(second) == "Process 0 has failed: OSError: stale file handle. See its log."
 
 
 @pytest.mark.usefixtures("service")

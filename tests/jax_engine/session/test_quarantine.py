@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,17 @@ def test_a_job_without_a_chip_trains_as_one_that_never_had_it(tmp_path: Path, mo
     assert_same_bits(*results)
 
 
-class Exchange(Coordination):
-    """The exchange of one process of several, of which process 0 has said its part."""
+class Answered(Coordination):
+    """One process of several, of which process 0 has given its answer, or raised its error."""
 
     def __init__(self, process: int, said: list[Any]) -> None:
         super().__init__(process, 1)
         self._said = said
 
-    def exchange(self, fact: Any) -> list[Any]:
+    def decide(self, fact: Any, judge: Callable[[list[Any]], Any]) -> Any:
         if self.process == 0:
-            self._said.append(fact)
-        return self._said
+            self._said.append(judge([fact]))
+        return self._said[0]
 
 
 def test_process_0_decides_for_all(tmp_path: Path) -> None:
@@ -79,17 +80,15 @@ def test_process_0_decides_for_all(tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "quarantine.json").write_text("{")
     said: list[Any] = []
-    found = [agree_on_quarantine(tmp_path / str(process), Exchange(process, said))[0] for process in range(4)]
+    found = [agree_on_quarantine(tmp_path / str(process), Answered(process, said))[0] for process in range(4)]
     assert [str(entry.suspect) for entry in found[0]] == ["1,1", "host 2"]
     assert found[0] == found[1] == found[2] == found[3] == QuarantineList(tmp_path / "0").active()
 
 
-def test_a_damaged_list_stops_all_of_them(tmp_path: Path) -> None:
+def test_a_damaged_list_is_an_error_of_the_judge_which_all_raise(tmp_path: Path) -> None:
     (tmp_path / "quarantine.json").write_text("{")
-    said: list[Any] = []
-    for process in range(3):
-        with pytest.raises(QuarantineError, match="is damaged: it is not JSON"):
-            agree_on_quarantine(tmp_path, Exchange(process, said))
+    with pytest.raises(QuarantineError, match="is damaged: it is not JSON"):
+        agree_on_quarantine(tmp_path, Coordination(0, 1))
 
 
 def test_without_a_folder_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

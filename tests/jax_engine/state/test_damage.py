@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,13 @@ import pytest
 
 from jax_engine.restart_cases import Started, Vectors, assert_is_step, elements, empty, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.candidates import Source, rank_sources
-from meshmend.jax.state.keeper import Keeper
+from meshmend.jax.state.holdings import Holdings
 from meshmend.jax.state.memory.collect import NeededParts
 from meshmend.jax.state.memory.copies import MAGIC, Copy, HostMemory, PartReader
 from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
+from meshmend.jax.state.recovery import Holder, StateSearch, recover
+from protocols import run_together
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -214,24 +214,36 @@ class Hosts:
         return [self.folder / name for name in self.kept]
 
     def restore(self) -> tuple[int, Any, Vectors] | None:
-        """What the processes of all hosts do between them, each in a thread."""
-        held = [HostMemory(self.folder / str(host)).read()[0] for host in range(3)]
-        vectors = self.layout.outline.vectors
-        held = [
-            [c for c in copies if c.outline.vectors == vectors and c.identity == self.layout.copy_identity]
-            for copies in held
-        ]
-        for source in rank_sources([[copy.offer(self.layout.copy_identity) for copy in copies] for copies in held]):
-            if source.is_whole:
-                with ThreadPoolExecutor(3) as threads, patch("meshmend.jax.state.keeper.gather", self.gather):
-                    told = list(threads.map(self.load, range(3), [source] * 3, held))
-                if told[0] is None:
-                    continue
-                states = [self.vectors(needed) for needed, _ in told]
-                assert states[0].keys() == states[1].keys() == states[2].keys()
-                assert all(bytes(states[0][name]) == bytes(other[name]) for other in states for name in other)
-                return source.step, told[0][1], states[0]
-        return None
+        """What the processes of all hosts do between them; None where nothing is whole."""
+        held = [self.holdings(process) for process in range(3)]
+        judges = [StateSearch((0, 1, 2), 2, "memory", lambda *_: 1, one.describe_own) for one in held]
+        said = [Holder(one.have, one.describe, one.take, one.send) for one in held]
+        try:
+            _, last = run_together([recover(i, judges[i], said[i]) for i in range(3)]).results[0]
+            with ThreadPoolExecutor(3) as threads, patch("meshmend.jax.state.holdings.gather", self.gather):
+                needed = list(threads.map(lambda one: self.receive(one, last), held))
+        except RestartError as error:
+            if not re.search("Nothing of what this job has kept can be restored|another model", str(error)):
+                raise
+            return None
+        finally:
+            for one in held:
+                one.close()
+                assert one.memory is not None
+                one.memory.lock.release()
+        states = [self.vectors(one) for one in needed]
+        assert states[0].keys() == states[1].keys() == states[2].keys()
+        assert all(bytes(states[0][name]) == bytes(other[name]) for other in states for name in other)
+        return last["source"]["step"], last["extra"], states[0]
+
+    def holdings(self, process: int) -> Holdings:
+        session: Any = SimpleNamespace(launch=SimpleNamespace(process=process, start_over=0), host=process)
+        memory = HostMemory(self.folder / str(process))
+        return Holdings(session, self.layout, memory, None, untrusted=None, cleans_up=False)
+
+    def receive(self, one: Holdings, last: Any) -> Any:
+        self.process.number = one.session.launch.process
+        return one.receive(last)
 
     def vectors(self, needed: Any) -> Vectors:
         """All of this process's devices need all of the state."""
@@ -259,25 +271,6 @@ class Hosts:
             for (part, which), data in sent:
                 parts.put(part, slices(part)[which][0], np.frombuffer(data, np.uint8))
 
-    def load(self, process: int, source: Source, copies: list[Copy]) -> Any:
-        """What one of the processes does."""
-
-        def exchange(word: Any) -> list[Any]:
-            return self.exchange(process, json.loads(json.dumps(word)))
-
-        keeper: Any = SimpleNamespace(
-            session=SimpleNamespace(
-                launch=SimpleNamespace(process=process),
-                coordination=SimpleNamespace(exchange=exchange),
-                host_of_process=(0, 1, 2),
-            ),
-            layout=self.layout,
-        )
-        keeper._by_host = partial(Keeper._by_host, keeper)
-        keeper._failures = partial(Keeper._failures, keeper)
-        self.process.number = process
-        return Keeper._load_from_memory(keeper, source, copies, [])
-
 
 def test_a_copy_that_vanishes_after_it_was_listed_comes_from_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +282,7 @@ def test_a_copy_that_vanishes_after_it_was_listed_comes_from_other_hosts(
             copy.path.unlink(missing_ok=True)
         return PartReader(copy)
 
-    monkeypatch.setattr("meshmend.jax.state.keeper.PartReader", open_copy)
+    monkeypatch.setattr("meshmend.jax.state.holdings.PartReader", open_copy)
     found = hosts.restore()
     assert found is not None
     assert {name: vector.tobytes() for name, vector in found[2].items()} == hosts.saved[found[0]]

@@ -285,7 +285,7 @@ def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Pat
     sources = rank_sources([[copy.offer(layout.copy_identity) for copy in held] for held in copies])
     assert [(source.attempt, source.step, source.is_whole) for source in sources] == [(1, 5, True), (1, 5, True)]
     for source in sources:
-        (process,) = set(source.providers.values())
+        (process,) = set(source.senders(source.all_slices()).values())
         assert [copy.generation == source.generation for copy in copies[process]] == [True]
         assert [copy.generation == source.generation for copy in copies[1 - process]] == [False]
 
@@ -297,12 +297,13 @@ def test_processes_provide_about_as_many_parts_each() -> None:
         for part in parts:
             source.holders[part].append(process)
     assert source.is_whole
-    assert all(part in hosts[process] for (part, _), process in source.providers.items())
-    assert sorted(Counter(source.providers.values()).values()) == [21, 21, 22]  # of 8 parts with 8 slices
+    senders = source.senders(source.all_slices())
+    assert all(part in hosts[process] for (part, _), process in senders.items())
+    assert sorted(Counter(senders.values()).values()) == [21, 21, 22]  # of 8 parts with 8 slices
     # What is damaged on one host is provided by another, if one has it.
     left = source.without({0: [0], 2: [2]})
     assert left.is_whole
-    assert {left.providers[part, which] for part in (0, 2) for which in range(8)} == {1}
+    assert {*left.senders([(part, which) for part in (0, 2) for which in range(8)]).values()} == {1}
     assert not source.without({0: [6]}).is_whole
 
 

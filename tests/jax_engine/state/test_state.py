@@ -29,6 +29,7 @@ from meshmend.jax.state.memory import collect as gathering
 from meshmend.jax.state.memory.copies import ASIDE, Copy, HostMemory, PartReader, read_copy
 from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
+from meshmend.jax.state.recovery import wanted_slices
 from meshmend.launch.hosts import Hosts
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -366,9 +367,11 @@ def test_only_slices_that_a_host_needs_and_lacks_are_wanted(whole: OnHosts, hole
                     low, high = max(first, start * size), min(first + length, stop * size)
                     needed[at + low - first : at + high - first] |= low < high
         expected |= {(part, i) for i, (start, stop) in enumerate(outline.slices(part)) if needed[start:stop].any()}
-    assert parts.all_wanted([parts.wanted(has)]) == expected
-    assert parts.all_wanted([parts.wanted(parts_of_all), parts.wanted(has)]) == expected
-    assert parts.all_wanted([parts.wanted(parts_of_all)]) == set()
+    slices = [len(outline.slices(part)) for part in (0, outline.n_parts - 1)]
+    source = Source(1, 7, "memory", "", "", outline.n_parts, outline.n_all_shares, (slices[0], slices[1]))
+    assert {*wanted_slices(source, [parts.wanted(has)])} == expected
+    assert {*wanted_slices(source, [parts.wanted(parts_of_all), parts.wanted(has)])} == expected
+    assert wanted_slices(source, [parts.wanted(parts_of_all)]) == []
 
 
 def test_what_was_read_for_the_last_time_is_not_kept(whole: OnHosts) -> None:

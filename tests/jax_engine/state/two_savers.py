@@ -29,22 +29,34 @@ from meshmend.jax.state.layout.state_layout import StateLayout
 
 
 class Counted:
-    """JAX's coordination client, and the keys that this process has set, by whatever part of it, and not deleted."""
+    """JAX's coordination client, and the keys that this process has set, by whatever part of it."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self.keys: set[str] = set()
+        self._keys: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
     def key_value_set(self, key: str, value: str, **options: Any) -> None:
         self.client.key_value_set(key, value, **options)
-        self.keys.add(key)
+        self._keys.add(key)
 
-    def key_value_delete(self, key: str) -> None:
-        self.client.key_value_delete(key)
-        self.keys = {one for one in self.keys if one != key and not (key.endswith("/") and one.startswith(key))}
+    def key_value_set_bytes(self, key: str, value: bytes, **options: Any) -> None:
+        self.client.key_value_set_bytes(key, value, **options)
+        self._keys.add(key)
+
+    @property
+    def keys(self) -> set[str]:
+        """Those that are still there, whoever deletes them."""
+        return {key for key in self._keys if self._has(key)}
+
+    def _has(self, key: str) -> bool:
+        try:
+            self.client.key_value_try_get_bytes(key)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
 
 
 def main() -> dict[str, Any]:
@@ -114,6 +126,7 @@ def main() -> dict[str, Any]:
         save(1 + number // 2, 4 + number)
         coordination.exchange("saved")
         found["keys"].append(sorted(counted.keys))
+        coordination.exchange("counted")
     coordination.exchange("done")
     disk.close()
     return found

@@ -100,7 +100,7 @@ class SavedSteps:
                 except _NotLoadedError as error:
                     why = f"{name} {error}"
             # One that loads while another compiles would run another program, or wait for it for ever.
-            problem = _problem(self.session.coordination.exchange([name, content, why]))
+            problem = self.session.coordination.decide([name, content, why], why_not_loaded)
             if loaded is None or problem:
                 facts |= {"why_not_loaded": problem[:500]} if problem else {}
                 compiled = self._compile_for_all(name if problem != DIFFERENT else "", fabric, program)
@@ -184,11 +184,11 @@ class SavedSteps:
         if not name or fabric.platform != "cpu" or session.launch.n_processes == 1:
             return self._compile(fabric, program)
         compiled, facts = None, dict[str, Any]()
-        if session.launch.process == 0:
+        if session.launch.process == 0:  # an error of the script is its own, which the others do not raise, too
             compiled = self._compile(fabric, program)
             facts = self._save(name, fabric, program, compiled)
             session.timeline.note("program", **facts)
-        self._is_saved = "saved" in session.coordination.exchange(facts)[0]
+        self._is_saved = session.coordination.tell(lambda: "saved" in facts)
         if compiled is None and self._is_saved:
             with contextlib.suppress(_NotLoadedError):
                 compiled = _load(self._read(name), fabric, program)
@@ -247,7 +247,7 @@ def _kind(name: str) -> str:
     return f"compiled train step {name}"
 
 
-def _problem(everybody: list[list[str]]) -> str:
+def why_not_loaded(everybody: list[list[str]]) -> str:
     """Return why not all processes have loaded the same program; "" if they have, or if nobody was to load one."""
     if len({name for name, _, _ in everybody}) > 1:
         return DIFFERENT

@@ -25,22 +25,26 @@ class KeyValueStore:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         """Write a value; a key that has one is an error."""
-        self._client.key_value_set(key, value)
+        self._client.key_value_set_bytes(key, value)
 
-    def wait_for(self, key: str, timeout_s: float) -> str | None:
+    def wait_for(self, key: str, timeout_s: float) -> bytes | None:
         """Return a value as soon as it is there; None if it is not by then."""
         try:
-            return str(self._client.blocking_key_value_get(key, max(1, int(1000 * timeout_s))))
+            return bytes(self._client.blocking_key_value_get_bytes(key, max(1, int(1000 * timeout_s))))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
 
-    def delete(self, key: str) -> None:
-        """Forget a value; one that is not there is no error."""
-        self._client.key_value_delete(key)
+    def folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        """Return all keys that begin with this and a slash, and their values, without waiting."""
+        return [(str(key), bytes(value)) for key, value in self._client.key_value_dir_get_bytes(prefix)]
+
+    def delete(self, prefix: str) -> None:
+        """Forget a value, and all those whose keys begin with this; none that is there is no error."""
+        self._client.key_value_delete(prefix)
 
 
 def key_value_store() -> KeyValueStore | None:

@@ -50,7 +50,7 @@ class Ending:
                     )
                 )
             # What follows the loop may take longer on one process, such as writing a model.
-            self.session.coordination.exchange("done")
+            self.session.coordination.wait_for_all()
         jax.distributed.shutdown()
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

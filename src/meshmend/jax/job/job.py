@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -110,7 +111,7 @@ class Job:
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
         joined = with_hardware(joined, self.shared.hardware, hardware, measures=is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
-        check_shared(self.shared, self.session.coordination.exchange(self.shared.name))
+        self.session.coordination.decide(self.shared.name, partial(check_shared, self.shared))
 
     @property
     def fabric(self) -> Fabric:
@@ -260,8 +261,8 @@ def _folder(shared: str | Path | None) -> str | Path:
         return launchers or SHARED
     if launchers and Path(launchers) != Path(shared).absolute() and (joined_as() or (0,))[0] == 0:
         LOGGER.warning(
-            "This job keeps its state in %s, and its launcher the timelines in %s: give `meshmend run --shared %s`, or "
-            "leave Job's `shared` out, and `meshmend watch` finds both.",
+            "This job keeps its state in %s, but its launcher was given %s: give `meshmend run --shared %s`, or leave "
+            "Job's `shared` out, so that both use one folder.",
             shared,
             launchers,
             shared,

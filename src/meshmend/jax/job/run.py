@@ -33,9 +33,10 @@ from meshmend.jax.job.interrupts import Interrupts
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
 from meshmend.jax.job.model import Model
 from meshmend.jax.job.step import JobStep
+from meshmend.jax.session.coordination import Facts
 from meshmend.jax.session.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.session.shared_folder import SharedFolder
-from meshmend.jax.session.survivors import agree_on_untrusted
+from meshmend.jax.session.survivors import read_untrusted
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.train.plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
 from meshmend.planning import PlanCache, Planner, StepDemands
@@ -112,8 +113,7 @@ class TrainingRun:
         self._interrupts = Interrupts()
         if options.checks is not None:
             check_possible(options.checks, model, session.fabric)
-        self._check_agreement()
-        untrusted = agree_on_untrusted(options.shared.path, session.coordination)
+        untrusted = self._agree()
         self.plan = session.agree_on_plan(self._plan_own, options.shared.plans)
         demands = self._demands(self.plan)
         if session.launch.process == 0 and demands is not None:
@@ -369,8 +369,11 @@ class TrainingRun:
         """Return the parameters after the last step so far, as NumPy arrays."""
         return self.model.fetch(self.params, self.session.fabric, self._compiled.program)
 
-    def _check_agreement(self) -> None:
-        """Raise on every process if they were not given the same things to do."""
+    def _agree(self) -> list[tuple[int, int]]:
+        """Return which states are not to be trusted, by the fault log that process 0 sees.
+
+        Raises on every process if they were not given the same things to do.
+        """
         mine = {
             **self._data,
             "steps": self.last,
@@ -383,15 +386,12 @@ class TrainingRun:
             "checks": repr(self.options.checks),
             "tile": self.session.cut,
         }
-        everybody = self.session.coordination.exchange(mine)
-        for name in mine:
-            found = [facts[name] for facts in everybody]
-            other = next((process for process, value in enumerate(found) if value != found[0]), None)
-            if other is not None:
-                raise RestartError(
-                    f"Processes were started with different settings: {name} is {found[0]!r} on process 0 and "
-                    f"{found[other]!r} on process {other}. Give all of them the same script, arguments and dataset."
-                )
+
+        def judge(everybody: Facts) -> list[tuple[int, int]]:
+            check_same_settings(everybody)
+            return read_untrusted(self.options.shared.path)
+
+        return [(attempt, step) for attempt, step in self.session.coordination.decide(mine, judge)]
 
     def _check_found(self) -> None:
         """Raise if the data have changed since the state was kept, or if processes begin with different parameters."""
@@ -410,13 +410,29 @@ class TrainingRun:
             check_independence(self.model, self.feed, self.session.fabric, self.params, self._compiled.program)
         if self.model.is_fsdp:
             return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
-        digests = self.session.coordination.exchange(digest(self.model.params))
-        other = next((process for process, found in enumerate(digests) if found != digests[0]), None)
+        self.session.coordination.decide(digest(self.model.params), check_same_params)
+
+
+def check_same_settings(everybody: Facts) -> None:
+    """Raise if the processes were not given the same things to do."""
+    for name in everybody[0]:
+        found = [facts[name] for facts in everybody]
+        other = next((process for process, value in enumerate(found) if value != found[0]), None)
         if other is not None:
             raise RestartError(
-                f"Processes 0 and {other} begin with different parameters, and would never agree. Make them from the "
-                "same seed on every process, as in init(jax.random.key(0))."
+                f"Processes were started with different settings: {name} is {found[0]!r} on process 0 and "
+                f"{found[other]!r} on process {other}. Give all of them the same script, arguments and dataset."
             )
+
+
+def check_same_params(digests: Facts) -> None:
+    """Raise if the processes have not begun with the same parameters."""
+    other = next((process for process, found in enumerate(digests) if found != digests[0]), None)
+    if other is not None:
+        raise RestartError(
+            f"Processes 0 and {other} begin with different parameters, and would never agree. Make them from the "
+            "same seed on every process, as in init(jax.random.key(0))."
+        )
 
 
 def digest(tree: Any) -> str:

@@ -33,13 +33,13 @@ def with_hardware(session: Session, folder: Path, given: str | Hardware | None, 
     if fabric.platform == "cpu" and fabric.hardware != HARDWARE["cpu"]:
         return session
     path = folder / file_name(fabric, session)
-    found = session.coordination.exchange(_read(path) if session.launch.process == 0 else None)[0]
+    found = session.coordination.tell(lambda: _read(path))
     if found is None and measures and fabric.mesh.n_cables:
         session.timeline.note("measuring")
         with session.timeline.timed("measure"):
             folder.mkdir(exist_ok=True)
             mine = measure(fabric, file=path)
-            found = session.coordination.exchange(hardware_facts(mine))[0]
+            found = session.coordination.tell(lambda: hardware_facts(mine))
     if found is None:
         return session
     hardware = parse_hardware(found, f"What process 0 has of {path}")

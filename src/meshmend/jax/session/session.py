@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import jax
 import numpy as np
 
-from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError, TransientError
+from meshmend.errors import MeshError, QuarantineError, RestartError, TransientError
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.private import joined_as
 from meshmend.jax.engine.tiles import TiledFabric, tile
@@ -126,23 +126,21 @@ class Session:
         alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        with self.timeline.timed("plan") as facts:
+        found: TrainingPlan | None = None
+
+        def plan_first() -> bool:
+            nonlocal found
             before = len(store)
-            if self.launch.process != 0:
-                _check_planned(self.coordination.exchange(None)[0])
-                facts["from_cache"] = True
-                found = make(store)
-            else:
-                try:
-                    found = make(store)
-                except BaseException as error:
-                    self.coordination.send(_describe_failure(error))
-                    raise
-                facts["from_cache"] = len(store) == before
-                self.coordination.exchange(None)
-            facts["planner"], facts["steps"] = found.schedules[0].planner, found.schedules[0].n_steps
-            _check_same_plan([fact["plan"] for fact in self.coordination.exchange({"plan": found.digest})])
-            return found
+            found = make(store)
+            return len(store) == before
+
+        with self.timeline.timed("plan") as facts:
+            was_there = self.coordination.tell(plan_first)
+            made = found or make(store)
+            facts["from_cache"] = self.launch.process != 0 or was_there
+            facts["planner"], facts["steps"] = made.schedules[0].planner, made.schedules[0].n_steps
+            self.coordination.decide(made.digest, check_same_plan)
+            return made
 
     def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
@@ -194,6 +192,7 @@ class Session:
     def give_up(self, error: BaseException) -> NoReturn:
         """Record and print an error, and end the process at once, from any thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        self.timeline.flush()
         failure = describe_failure(error)
         if not report_failure(error):  # without `meshmend run`, nobody else shows it
             sys.stderr.write(failure.trace or f"{failure.error}\n")
@@ -205,8 +204,9 @@ class Session:
 
     def stop(self, number: signal.Signals) -> NoReturn:
         """End the process as a signal would, in order: with all others, when each of them has come to this point."""
-        self.coordination.exchange("stopped")
+        self.coordination.wait_for_all()
         jax.distributed.shutdown()
+        self.timeline.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + number)
@@ -219,23 +219,8 @@ class Session:
         """Raise what a thread has ended the job with, where that has not ended the process."""
 
 
-def _describe_failure(error: BaseException) -> dict[str, Any]:
-    """Describe why process 0 has no plan, so that the others can raise the same error."""
-    if isinstance(error, PlanError):
-        return {"plan": [error.planner, error.mesh_name, error.why, error.alternatives]}
-    return {"why": f"{type(error).__name__}: {error}"[:2000]}
-
-
-def _check_planned(failure: Any) -> None:
-    """Raise what process 0 could not plan for, if it could not."""
-    if failure is not None:
-        if "plan" in failure:
-            raise PlanError(*failure["plan"])
-        raise RestartError(f"Process 0 could not plan: {failure['why']}. See its log.")
-
-
-def _check_same_plan(digests: list[str]) -> None:
-    """Raise on every process if one of them has another plan: their chips would wait for each other for ever."""
+def check_same_plan(digests: list[str]) -> None:
+    """Raise if one of the processes has another plan: their chips would wait for each other for ever."""
     other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise RestartError(
@@ -469,11 +454,11 @@ def _find_hosts(
             mine |= {"machine": str(hosts), "host": hosts.number(host_index)}
         except (MeshError, RestartError) as error:
             mine["error"] = f"Process {launch.process}: {error}"[:2000]
-    return hosts, check_hosts(coordination.exchange(mine))
+    return hosts, tuple(coordination.decide(mine, check_hosts))
 
 
 def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Return each process's host, or raise what is wrong with them: the same on every process."""
+    """Return each process's host, or raise what is wrong with them."""
     errors = [fact["error"] for fact in everybody if "error" in fact]
     if errors:
         raise RestartError(errors[0])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,36 +41,31 @@ def agree_on_quarantine(
     # All processes ask for the devices, or none does: they wait for each other there.
     n_chips = len(jax.devices()) if hosts is None else None
 
-    def listed() -> list[dict[str, Any]]:
-        if not folder:
-            return []
-        enforce(folder, hosts=hosts, n_chips=n_chips)
-        return [entry.facts() for entry in QuarantineList(folder).active()]
+    def judge(words: list[str]) -> dict[str, Any]:
+        entries: list[dict[str, Any]] = []
+        if folder:
+            with _explained():
+                enforce(folder, hosts=hosts, n_chips=n_chips)
+                entries = [entry.facts() for entry in QuarantineList(folder).active()]
+        return {"entries": entries, "domains": words if any(words) else []}
 
-    entries, domains = _ask_first(listed, coordination, os.environ.get(DOMAIN, "")[:LONGEST_DOMAIN])
-    return tuple(Quarantined.of(facts) for facts in entries), tuple(domains) if any(domains) else ()
-
-
-def agree_on_untrusted(folder: Path, coordination: Coordination) -> list[tuple[int, int]]:
-    """Return which states are not to be trusted, by the fault log that process 0 sees: see `untrusted`."""
-    pairs, _ = _ask_first(lambda: untrusted(FaultLog(folder)), coordination)
-    return [(int(attempt), int(step)) for attempt, step in pairs]
+    told = coordination.decide(os.environ.get(DOMAIN, "")[:LONGEST_DOMAIN], judge)
+    return tuple(Quarantined.of(facts) for facts in told["entries"]), tuple(told["domains"])
 
 
-def _ask_first(
-    read: Callable[[], list[Any]], coordination: Coordination, word: str = ""
-) -> tuple[list[Any], list[str]]:
-    """Return what process 0 reads, on every process, and the words of all; raise on all of them if it cannot."""
-    mine: dict[str, Any] = {"word": word}
-    if coordination.process == 0:
-        try:
-            mine["found"] = read()
-        except (QuarantineError, OSError) as error:
-            mine["error"] = f"{error}"[:2000]
-    told = coordination.exchange(mine)
-    if "error" in told[0]:
-        raise QuarantineError(told[0]["error"])
-    return told[0]["found"], [str(one["word"]) for one in told]
+def read_untrusted(folder: Path) -> list[tuple[int, int]]:
+    """Return which states are not to be trusted, by the fault log: see `untrusted`."""
+    with _explained():
+        return untrusted(FaultLog(folder))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise the error of a disk as one that all processes raise."""
+    try:
+        yield
+    except OSError as error:
+        raise QuarantineError(f"{error}"[:2000]) from error
 
 
 def find_fabric(

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from meshmend.errors import RestartError
@@ -22,6 +21,10 @@ from meshmend.errors import RestartError
 UNCHECKED = -1
 """What is recorded as the last verified step of a job that nothing checks. Nobody knows more about its states: a later
 run with checks takes the one that it resumes from for good."""
+
+
+Slice = tuple[int, int]
+"""A part, and the number of a slice of it."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,29 @@ class Source:
         """Whether the processes have all parts between them."""
         return len(self.holders) == self.n_parts
 
-    @cached_property
-    def providers(self) -> dict[tuple[int, int], int]:
-        """For each part and slice of it, the process that may send it to others: all of them about as many."""
-        found, n_sent = dict[tuple[int, int], int](), Counter[int]()
+    def senders(self, wanted: Iterable[Slice]) -> dict[Slice, int]:
+        """For each of these slices, the process that sends it to others: all of them about as many."""
+        found, n_sent = dict[Slice, int](), Counter[int]()
         # By those who have a part: how many slices each of them sends, and who; what is outdated is put in order later.
         queues = {tuple(processes): [(0, process) for process in processes] for processes in self.holders.values()}
-        parts = sorted(self.holders, key=lambda part: (len(self.holders[part]), part))
-        for which in range(max(self.slices)):
-            for part in parts:
-                if which >= self.slices[part >= self.n_shares]:
-                    continue
-                queue = queues[tuple(self.holders[part])]
-                while queue[0][0] < n_sent[queue[0][1]]:
-                    heapq.heapreplace(queue, (n_sent[queue[0][1]], queue[0][1]))
-                process = found[part, which] = queue[0][1]
-                n_sent[process] += 1
+        for part, which in sorted(wanted, key=lambda one: (one[1], len(self.holders[one[0]]), one[0])):
+            queue = queues[tuple(self.holders[part])]
+            while queue[0][0] < n_sent[queue[0][1]]:
+                heapq.heapreplace(queue, (n_sent[queue[0][1]], queue[0][1]))
+            process = found[part, which] = queue[0][1]
+            n_sent[process] += 1
         return found
+
+    def all_slices(self) -> Iterator[Slice]:
+        """Return all slices, part by part."""
+        for part in range(self.n_parts):
+            for which in range(self.slices[part >= self.n_shares]):
+                yield part, which
+
+    @property
+    def holding(self) -> set[int]:
+        """The processes that have any part."""
+        return set[int]().union(*self.holders.values())
 
     def without(self, damaged: Mapping[int, Sequence[int]]) -> Source:
         """Return the source without the parts that are damaged on these processes."""
@@ -79,6 +88,11 @@ class Source:
             for part, processes in self.holders.items()
         }
         return replace(self, holders={part: processes for part, processes in left.items() if processes})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what every process needs to find it."""
+        names = ("attempt", "step", "kind", "generation")
+        return {name: getattr(self, name) for name in names} | {"name": str(self)}
 
     def __str__(self) -> str:
         where = "the copies in memory" if self.kind == "memory" else "the checkpoint on disk"
@@ -103,16 +117,16 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
     found: dict[tuple[int, int, str, str], Source] = {}
     for process, offered in enumerate(offers):
         for offer in offered:
-            facts = {name: value for name, value in offer.items() if name != "parts"}
-            facts["slices"] = tuple(offer.get("slices", (0, 0)))
-            facts["hosts"] = frozenset(
-                host for first, last in offer.get("hosts", ()) for host in range(first, last + 1)
-            )
-            source = Source(**facts)
-            key = (source.attempt, source.step, source.kind, source.generation)
-            known = found.setdefault(key, source)
-            if source.verified < known.verified:
-                known = found[key] = replace(known, verified=source.verified)
+            key = (offer["attempt"], offer["step"], offer["kind"], offer["generation"])
+            if key not in found:
+                facts = {name: value for name, value in offer.items() if name != "parts"}
+                facts["slices"] = tuple(offer.get("slices", (0, 0)))
+                ranges = offer.get("hosts", ())
+                facts["hosts"] = frozenset(host for first, last in ranges for host in range(first, last + 1))
+                found[key] = Source(**facts)
+            known = found[key]
+            if offer["verified"] < known.verified:
+                known = found[key] = replace(known, verified=offer["verified"])
             for part in offer.get("parts", ()):
                 known.holders.setdefault(part, []).append(process)
     return [found[key] for key in sorted(found, reverse=True)]

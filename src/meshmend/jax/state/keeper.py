@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NoReturn
 
 from meshmend.errors import RestartError
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.session.session import Session
-from meshmend.jax.state.candidates import UNCHECKED, Source, Trust, check_agreement, rank_sources
+from meshmend.jax.state.candidates import UNCHECKED, Trust
 from meshmend.jax.state.disk.background import Checkpoints, warn_once
 from meshmend.jax.state.disk.disk import Disk, as_path
 from meshmend.jax.state.disk.read import read_foreign
-from meshmend.jax.state.layout.flat import Outline
+from meshmend.jax.state.holdings import Holdings
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
-from meshmend.jax.state.memory.collect import NeededParts, gather
-from meshmend.jax.state.memory.copies import KEPT, Copy, HostMemory, PartReader
-from meshmend.jax.state.memory.folders import default_folder, delete_stale
+from meshmend.jax.state.memory.copies import KEPT, HostMemory
+from meshmend.jax.state.memory.folders import default_folder
 from meshmend.jax.state.memory.peer_copy import Mirror
 from meshmend.jax.state.memory.placement import place
-from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks, look_for_room
+from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks
+from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.voting import Ballot
 from meshmend.jax.state.waiting import with_timeout
 from meshmend.launch.environment import LAUNCHER
-from meshmend.launch.hosts import name_hosts
 
 LOGGER = logging.getLogger(__name__)
 WRITTEN_WITHIN_S = 10.0
@@ -145,35 +141,40 @@ class Keeper:
     def _restore(self, params: Tree, state: Tree, extra: Tree, donate: bool) -> Resumed:
         with self.session.timeline.timed("restore") as facts:
             self.layout.check(params, state)
-            copies, mine = self._inventory()
-            everybody = self.session.coordination.exchange(mine)
-            check_agreement(everybody)
-            sources = rank_sources([held["offers"] for held in everybody])
-            problems = [problem for held in everybody for problem in held["problems"]]
-            usable = sources
-            if begun := min(held["start_over"] for held in everybody):
-                is_first = begun == self.session.launch.round
-                usable, problems = [one for one in sources if one.attempt >= begun and not is_first], []
-            # The launcher's round, or the next one, where it has no count or does not know of earlier ones.
-            attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
-            self._trust = Trust.of(everybody[0]["untrusted"])
-            self.attempt = max(self.session.launch.round, 1 + max(*attempts, self._trust.newest_attempt))
-            self.session.timeline.facts["round"] = self.attempt
-            if self.memory_every:
-                n_copies = CHECKED_COPIES if self._trust.is_checked else KEPT
-                rooms = [Room(*held["room"]) for held in everybody]
-                self._placement = place(self.layout.fabric, n_blocks=choose_blocks(self.layout, rooms, n_copies))
-                outline = replace(self.layout.outline, n_shares=self._placement.n_shares)
-                facts["survives"] = self._placement.describe(outline)
-            if self.checkpoints is not None:
-                self.checkpoints.claim(self.attempt)
-            found, its_attempt = self._search(usable, problems, copies, (params, state), donate)
-            if found is None:
-                if self.start_from is not None:
-                    params, state = self._begin_with(params, state, donate)
-                found = Resumed(0, params, state, extra, "start")
+            holdings = Holdings(
+                self.session,
+                self.layout,
+                self.memory if self.memory_every else None,
+                self.checkpoints,
+                untrusted=self._untrusted,
+                cleans_up=self._has_default_folder,
+            )
+            with contextlib.closing(holdings):
+                process, judge = self.session.launch.process, self._judge(holdings)
+                mine = Holder(holdings.have, holdings.describe, holdings.take, holdings.send)
+                begun, last = self.session.coordination.run(recover(process, judge, mine))
+                self._trust, self.attempt = Trust.of(begun["untrusted"]), begun["attempt"]
+                self.session.timeline.facts["round"] = self.attempt
+                if begun["n_blocks"]:
+                    self._placement = place(self.layout.fabric, n_blocks=begun["n_blocks"])
+                    outline = replace(self.layout.outline, n_shares=self._placement.n_shares)
+                    facts["survives"] = self._placement.describe(outline)
+                if last["do"] == "wait":
+                    self._wait_for_hosts(last)
+                if self.checkpoints is not None:
+                    self.checkpoints.claim(self.attempt)
+                its_attempt = 0
+                if last["do"] == "go":
+                    source, like = last["source"], (params, state)
+                    its_attempt = source["attempt"]
+                    params, state = self.layout.to_devices(holdings.receive(last), like, donate=donate)
+                    found = Resumed(source["step"], params, state, last["extra"], source["kind"], last["verified"])
+                else:
+                    if self.start_from is not None:
+                        params, state = self._begin_with(params, state, donate)
+                    found = Resumed(0, params, state, extra, "start")
             self._verified = found.verified if self._trust.is_checked else UNCHECKED
-            self._go_back_to(found, its_attempt, sources, problems)
+            self._go_back_to(found, its_attempt, last)
             facts |= {"source": found.source, "step": found.step}
             if self.checkpoints is not None:
                 facts["saved"] = self.checkpoints.saved_step
@@ -193,7 +194,7 @@ class Keeper:
                     self.attempt,
                     self.session.timeline,
                     self.session.give_up,
-                    run=str(everybody[0]["run"]),
+                    run=str(begun["run"]),
                     vote=self._ballot,
                     placement=self._placement,
                 )
@@ -213,9 +214,8 @@ class Keeper:
             read = read_foreign(self.layout, self.start_from)
         except Exception as error:  # all processes raise it, or none would wait for the others
             why = f"The job cannot start from {self.start_from}: {str(error)[:500]}"
-        whys = [word for word in self.session.coordination.exchange(why) if word]
-        if whys or read is None:
-            raise RestartError(whys[0])
+        self.session.coordination.decide(why, _raise_first)
+        assert read is not None  # noqa: S101  # or it would have been raised
         self.session.timeline.note("started from", path=str(self.start_from))
         if self.session.launch.process == 0:
             LOGGER.warning("Step 0 and the data's first sample, with the state that is in %s.", self.start_from)
@@ -343,205 +343,55 @@ class Keeper:
                 # The job's own folder, once no other host of this machine has copies in it.
                 self.memory.folder.parent.rmdir()
 
-    def _inventory(self) -> tuple[list[Copy], dict[str, Any]]:
-        """Return the copies of this host, and what other processes need to know about them and the disk."""
-        me = f"host {self.session.host}"
-        mine: dict[str, Any] = {
-            "identity": self.layout.identity.digest,
-            "run": secrets.token_hex(8),
-            "offers": [],
-            "problems": [],
-            "claimed": 0,
-            "untrusted": self._untrusted,
-            "start_over": self.session.launch.start_over,
-        }
-        copies: list[Copy] = []
-        if self.memory_every:
-            try:
-                self.memory.lock.take()
-                mine["room"] = look_for_room(self.memory.folder)
-                if self._has_default_folder:
-                    for folder in delete_stale(self.memory.folder):
-                        self.session.timeline.note("forgot", folder=str(folder))
-            except (OSError, RestartError) as error:
-                # All processes raise this after the exchange; raised here, the others would wait for this one.
-                mine["error"] = f"{me}: {error}"
-            copies, damaged = self.memory.read()
-            mine["problems"] += [f"{me}: {error}" for error in damaged]
-            for copy in list(copies):
-                if copy.identity == self.layout.copy_identity and copy.outline.vectors != self.layout.outline.vectors:
-                    copies.remove(copy)
-                    mine["problems"].append(f"{me}: the copy {copy.name} is damaged: its outline is of another state.")
-            mine["offers"] += [copy.offer(self.layout.copy_identity) for copy in copies]
-        if self.disk is not None and self.checkpoints is not None:
-            try:
-                offers, problems, mine["claimed"] = with_timeout(
-                    self.disk.timeout_s, self.disk.offers, self.layout.identity
-                )
-                mine["offers"] += offers
-                mine["problems"] += problems
-            except OSError as error:
-                self.checkpoints.disk_answers = False
-                mine["problems"].append(f"{me}: {self.disk.folder} is unreachable: {error}")
-        return copies, mine
+    def _judge(self, holdings: Holdings) -> StateSearch:
+        def n_blocks(rooms: list[Any], is_checked: bool) -> int:
+            n_copies = CHECKED_COPIES if is_checked else KEPT
+            return choose_blocks(self.layout, [Room(*room) for room in rooms], n_copies)
 
-    def _search(
-        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Tree, donate: bool
-    ) -> tuple[Resumed | None, int]:
-        """Return the first source, newest first, that all processes can provide, and its attempt.
+        hosts, round_ = self.session.host_of_process, self.session.launch.round
+        return StateSearch(hosts, round_, self._folders(), n_blocks, holdings.describe_own)
 
-        What is skipped is added to `problems`.
-        """
-        incomplete, passed_over = [], []
-        for source in sources:
-            if source.differs:
-                raise RestartError(
-                    f"A state of another model or optimizer is in this job's place: of {source}, {source.differs}. "
-                    f"Give this job its own name (MESHMEND_JOB) and its own folders (here: {self._folders()}), or "
-                    "remove what is in them.",
-                    step=source.step,
-                )
-            if not self._trust.trusts(source.attempt, source.step):
-                passed_over.append(source)
-                continue
-            if not source.is_whole:
-                incomplete.append(source)
-                continue
-            load = self._load_from_disk if source.kind == "disk" else self._load_from_memory
-            loaded = load(source, copies, problems)
-            if loaded is None:
-                continue
-            read, extra = loaded
-            params, state = self.layout.to_devices(read, like, donate=donate)
-            if passed_over:
-                problems.append(self._trust.explain(passed_over))
-            verified = max(self._trust.verified_step(source, sources), 0)
-            return Resumed(source.step, params, state, extra, source.kind, verified), source.attempt
-        problems += [self._await_hosts_of(source) for source in incomplete[:1]]
-        if passed_over and self._trust.last_verified:
-            raise self._trust.nothing_verified(passed_over, problems, self._folders())
-        if problems:
-            listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
-            raise RestartError(
-                f"Nothing of what this job has kept can be restored:{listed}\nNothing was removed from "
-                f"{self._folders()}. Bring back what is missing and start the job again; or begin anew on purpose: "
-                "`meshmend run --start-over`, or remove these folders."
-            )
-        if passed_over:
-            problems.append(self._trust.explain(passed_over))
-        return None, 0
-
-    def _await_hosts_of(self, source: Source) -> str:
-        """Wait for the hosts that have the missing parts of a state, and say what is missing when they do not come.
+    def _wait_for_hosts(self, last: Answer) -> NoReturn:
+        """Wait for the hosts that have the missing parts of a state, and raise what is missing if they do not come.
 
         A host that comes back ends this round, and with it this process: the next round has the host's copies.
         """
-        launch = self.session.launch
-        absent = sorted(source.hosts - {*self.session.host_of_process})
-        missing = f"{source} lack {source.n_parts - len(source.holders)} of {source.n_parts} parts"
-        if not absent:
-            return missing
-        only = f"{missing}, which only {name_hosts(absent)} {'has' if len(absent) == 1 else 'have'}"
-        if launch.launcher != LAUNCHER or not launch.state_wait_s:
-            return only
-        limit = f"{launch.state_wait_s / 60:.3g} min"
-        self.session.timeline.note("state incomplete", step=source.step, hosts=absent, wait_s=launch.state_wait_s)
-        self._warn(
-            f"{only[0].upper()}{only[1:]}. Nothing is removed. The job waits up to {limit} for them to come back."
-        )
-        until = time.monotonic() + launch.state_wait_s
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
-        return f"{only} (waited {limit} for them)"
+        launch, missing, error = self.session.launch, str(last["missing"]), str(last["error"])
+        if launch.launcher == LAUNCHER and launch.state_wait_s:
+            limit = f"{launch.state_wait_s / 60:.3g} min"
+            facts = {"step": last["step"], "hosts": last["hosts"], "wait_s": launch.state_wait_s}
+            self.session.timeline.note("state incomplete", **facts)
+            self._warn(
+                f"{missing[0].upper()}{missing[1:]}. Nothing is removed. The job waits up to {limit} for them to come "
+                "back."
+            )
+            until = time.monotonic() + launch.state_wait_s
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, 1.0))
+            error = error.replace(missing, f"{missing} (waited {limit} for them)")
+        raise RestartError(error)
 
-    def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Tree] | None:
-        """Return what this process needs of a checkpoint, and what was kept with it; None if any process has failed."""
-        assert self.disk is not None  # noqa: S101  # or it would not be a source
-        read: Reader | None = None
-        extra, why = None, ""
-        try:
-            saved, read = self.disk.load(source.step, self.layout)
-            extra = saved.facts["extra"]
-            if saved.checksum != source.generation:
-                why = f"{source} was replaced while it was read"
-        except RestartError as error:
-            why = str(error)
-        failures = self._failures(self.session.coordination.exchange({"why": why}), problems)
-        if failures or read is None:
-            self._damaged.add(source.step)
-            return None
-        return read, extra
-
-    def _load_from_memory(
-        self, source: Source, copies: Sequence[Copy], problems: list[str]
-    ) -> tuple[Reader, Tree] | None:
-        """Return what this process needs of all hosts' copies, and what was kept with them; None if parts are damaged.
-
-        A part that is damaged on one host may be whole on another.
-        """
-        me, exchange = self.session.launch.process, self.session.coordination.exchange
-        mine = next((copy for copy in copies if copy.generation == source.generation), None)
-        first = min(source.providers.values())
-        word = {"extra": mine.extra, "outline": mine.outline.as_json()} if mine is not None and me == first else {}
-        told = exchange(word)[first]
-        parts = NeededParts(Outline.from_json(told["outline"]), self.layout)
-        while source.is_whole:
-            has = [part for part, processes in source.holders.items() if me in processes]
-            provides = [one for one, process in source.providers.items() if process == me]
-            with contextlib.ExitStack() as files:
-                reader: PartReader | None = None
-                found: dict[str, Any] = {"why": "", "damaged": []}
-                if mine is not None and has:
-                    try:
-                        reader = files.enter_context(PartReader(mine))
-                        found = _take_own(reader, has, provides, parts)
-                    except OSError as error:  # all processes hear of it, or the others would wait for this one
-                        found = {"why": f"{mine.path} cannot be read: {error.strerror}.", "damaged": has}
-                answers = exchange(found | {"wants": parts.wanted(has)})
-                if not self._failures(answers, problems):
-                    wanted = parts.all_wanted(word["wants"] for word in answers)
-                    sent_by = {one: process for one, process in source.providers.items() if one in wanted}
-                    read = reader.read if reader is not None else (lambda *_: b"")
-                    gather(parts, sent_by, read, self.layout.programs.get("gather"))
-                    return parts.needed, told["extra"]
-            source = source.without({process: word["damaged"] for process, word in enumerate(answers)})
-        return None
-
-    def _failures(self, answers: Sequence[Any], problems: list[str]) -> bool:
-        """Whether any process has failed; the first of them is added to `problems`."""
-        failures = [f"host {host}: {word['why']}" for host, word in self._by_host(answers) if word["why"]]
-        if failures:
-            more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
-            problems.append(failures[0] + more)
-        return bool(failures)
-
-    def _go_back_to(self, found: Resumed, attempt: int, sources: Sequence[Source], problems: Sequence[str]) -> None:
+    def _go_back_to(self, found: Resumed, attempt: int, last: Answer) -> None:
         """Drop or set aside what was written after the restored step, and warn about what was skipped."""
-        for problem in dict.fromkeys(problems):
+        for problem in last["problems"]:
             self.session.timeline.note("skipped", why=problem)
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
             self.memory.go_back_to(attempt, found.step, self._trust.trusts)
         if self.disk is None or self.checkpoints is None:
             return
-        on_disk = [source for source in sources if source.kind == "disk"]
-        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
-        older -= self._damaged
-        self.checkpoints.last_step = self.checkpoints.saved_step = max(older, default=0)
+        self.checkpoints.last_step = self.checkpoints.saved_step = max(last["checkpoints"], default=0)
         if self.session.launch.process != 0 or not self.checkpoints.disk_answers:
             return
-        if found.source == "start" and not on_disk:
+        if found.source == "start" and not last["is_on_disk"]:
             return
         try:
-            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older)
+            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, last["checkpoints"])
         except OSError as error:
             self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
             return
         if moved:
             self.session.timeline.note("set aside", steps=moved)
-
-    def _by_host(self, answers: Sequence[Any]) -> list[tuple[int, Any]]:
-        return list(zip(self.session.host_of_process, answers, strict=True))
 
     def _folders(self) -> str:
         return " and ".join(
@@ -554,22 +404,7 @@ class Keeper:
         warn_once(self.session, what)
 
 
-def _take_own(
-    reader: PartReader, has: Sequence[int], provides: Sequence[tuple[int, int]], parts: NeededParts
-) -> dict[str, Any]:
-    """Take what is needed of the parts that this process has, and check what it may send to others.
-
-    Returns which parts are damaged, and why, or "": others then send what was taken of those.
-    """
-    why, damaged = "", list[int]()
-    for part in has:
-        needed = [which for which, ends in enumerate(parts.outline.slices(part)) if parts.needs(part, *ends)]
-        try:
-            for which in sorted({*needed, *(which for one, which in provides if one == part)}):
-                for at, block in reader.blocks(part, which):
-                    if which in needed:
-                        parts.put(part, at, np.frombuffer(block, np.uint8))
-        except (OSError, RestartError) as error:
-            why = str(error)
-            damaged.append(part)
-    return {"why": why, "damaged": damaged}
+def _raise_first(whys: list[str]) -> None:
+    """Raise the first of these errors, if there is one."""
+    for why in filter(None, whys):
+        raise RestartError(why)

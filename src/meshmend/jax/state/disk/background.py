@@ -64,8 +64,8 @@ class Checkpoints:
         with self.session.timeline.timed("checkpoint", step=step):
             self.note_saved(within_s=self.disk.timeout_s)
             why = "" if self._saving is None else self._saving.why_not_yet
-            reasons = [reason for reason in self.session.coordination.exchange(why) if reason]
-            if not reasons:
+            reason = self.session.coordination.decide(why, lambda all_: next(filter(None, all_), ""))
+            if not reason:
                 facts = {"step": step, "attempt": attempt, "extra": extra, "verified": verified}
                 facts = json.loads(json.dumps(facts))  # what JSON cannot write is refused here
                 runs = copy_to_host(layout, params, state)
@@ -73,8 +73,8 @@ class Checkpoints:
                 # Each has its own channel: one that has failed leaves exchanges unfinished.
                 channel = self.session.coordination.channel("save")
                 self._saving = Saving(step, n_bytes, partial(self.disk.save, layout, runs, facts, channel))
-        if reasons:
-            self._note_not_saved(step, reasons[0])
+        if reason:
+            self._note_not_saved(step, reason)
         else:
             self.last_step = step
 

@@ -229,7 +229,7 @@ class Disk:
             mine["superseded"] = str(error)
         except (OSError, RestartError) as error:
             mine["problem"] = f"{self.folder}: {error}"
-        told = {name: why for one in channel.exchange(mine) for name, why in one.items()}
+        told = channel.decide(mine, lambda all_: {name: why for one in all_ for name, why in one.items()})
         if "superseded" in told:
             raise SupersededError(told["superseded"])
         if "problem" in told:

@@ -8,7 +8,7 @@ are moved, never computed with.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
@@ -124,14 +124,6 @@ class NeededParts:
             if part not in has:
                 bits[first[part] : first[part + 1]] = [self.needs(part, *ends) for ends in self.outline.slices(part)]
         return np.packbits(bits).tobytes().hex()
-
-    def all_wanted(self, words: Iterable[str]) -> set[Slice]:
-        """Return the slices that any process wants."""
-        first = self.outline.first_slices
-        union = np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(word), np.uint8) for word in words])
-        numbers = np.flatnonzero(np.unpackbits(union))
-        parts = np.searchsorted(first, numbers, side="right") - 1
-        return {(part, number - first[part]) for part, number in zip(parts.tolist(), numbers.tolist(), strict=True)}
 
 
 def gather(

@@ -218,7 +218,17 @@ def _order(host_of_chip: tuple[int, ...], mesh: Mesh, domain_of: tuple[int, ...]
     ends = np.stack(graph.nonzero())
     n_hosts = len(domain_of)
     together = [np.equal(domain_of, domain) for domain in set(domain_of)]
+    near = [set[int]() for _ in owners]
+    for one, other in ends.T.tolist():
+        near[one].add(other)
+        near[other].add(one)
+    owned: dict[int, set[int]] = {host: set() for host in range(n_hosts)}
+    for node, of in enumerate(owners.tolist()):
+        for host in of:
+            owned[host].add(node)
     for host in range(n_hosts):
+        if _leaves_its_surroundings_whole(near, owned[host]):
+            continue
         gone = (owners == host).any(axis=1)
         left = ends[:, ~gone[ends].any(axis=0)]
         _, labels = connected_components(coo_array((np.ones(left.shape[1]), tuple(left)), shape=shape), directed=False)
@@ -228,6 +238,22 @@ def _order(host_of_chip: tuple[int, ...], mesh: Mesh, domain_of: tuple[int, ...]
     half = n_hosts // 2
     sets = np.array([one for one in together if one.sum() > 1], bool).reshape(-1, n_hosts)
     return min(orders, key=lambda order: int((sets[:, order] & sets[:, np.roll(order, -half)]).any(axis=0).sum()))
+
+
+def _leaves_its_surroundings_whole(near: list[set[int]], gone: set[int]) -> bool:
+    """Whether the neighbours of nodes that are gone reach each other over their own neighbours: most hosts cut nothing.
+
+    `near` has the neighbours of each node. What is not seen here is looked at in the whole graph, which takes longer.
+    """
+    beside = set[int]().union(*(near[node] for node in gone)) - gone
+    around = beside.union(*(near[node] for node in beside)) - gone
+    reached, left = set[int](), [*beside][:1]
+    while left:
+        node = left.pop()
+        if node not in reached:
+            reached.add(node)
+            left += near[node] & around
+    return beside <= reached
 
 
 def _depth_first(
