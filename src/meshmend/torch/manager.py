@@ -222,6 +222,7 @@ class Manager(torchft.Manager):
             if chip in entry.suspect.chips(self._hosts):
                 until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.until))
                 by = entry.by if entry.by.startswith("by") else f"by {entry.by}"
+                self.timeline.flush()  # the process ends
                 raise QuarantineError(
                     f"Chip {name_chip(chip)} leaves the job: {entry.suspect} is in quarantine until {until} UTC, {by}, "
                     f"because of {entry.why[:500]}. The others train without it. When it is repaired, clear it with "
