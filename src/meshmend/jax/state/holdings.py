@@ -1,7 +1,7 @@
 """What this host has of a job's earlier states: copies in its memory, and on process 0 what is on disk.
 
-`StateSearch` decides between the states of all hosts; this answers its questions for one of them, and brings what that
-lacks from the others.
+`StateSearch` decides between the states of all hosts. This answers its questions for one host, and fetches the parts
+that the host lacks.
 """
 
 from __future__ import annotations
