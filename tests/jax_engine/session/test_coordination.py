@@ -176,6 +176,15 @@ def test_a_dead_coordinator_is_reported_at_once(service: Service) -> None:
             call.result()
 
 
+def test_process_0_raises_its_own_error_where_nobody_can_be_told(service: Service) -> None:
+    def refuse() -> None:
+        service.stop()
+        raise PlanError("auto", "4x4", "the survivors are not connected")
+
+    with pytest.raises(PlanError, match="the survivors are not connected"):
+        Coordination(0, 2).tell(refuse)
+
+
 PARAMS = {"w": np.zeros((16, 16), np.float32)}
 # Made here: with the service of these tests in place JAX could not find its devices.
 FABRIC = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])

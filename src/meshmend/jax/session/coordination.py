@@ -17,6 +17,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -152,7 +153,8 @@ class Coordination:
         return _opened(answer)
 
     def _post_error(self, number: int, kind: str, message: str, fields: dict[str, Any] | None = None) -> None:
-        self._post(f"{number}/answer", _sealed({"error": kind, "message": message, "fields": fields or {}}))
+        with suppress(TransientError):  # where nobody can be told, this process still raises the error itself
+            self._post(f"{number}/answer", _sealed({"error": kind, "message": message, "fields": fields or {}}))
 
     def _hear(self, number: int) -> Any:
         key = f"{self._keys}{number}/answer"
