@@ -93,6 +93,7 @@ SCRIPTS: dict[str, Script] = {
     "jax_recompute": Script(
         '--shape 2x2 --hole "" --width 16 --layers 1 --rows 4 --every 4 --rounds 1', r"\d", JAX, is_slow=True
     ),
+    "job_processes": Script("4", r"^\| 4 \| two killed \|", JAX, is_slow=True),
     "job_scale": Script("200", r"^\| 200 \|", JAX),
     "job_size": Script("steps 1", r"\d", JAX, is_slow=True, launch="--local 2x2 --host 1x2"),
     "latency": Script("--chips 64", r"^│ 8x8 torus │ +27\.1 │ +22\.6 │ +20\.0 │"),
