@@ -43,9 +43,12 @@ def steps_of(shared: Path, body: Callable[[int], None], steps: int = 40, **optio
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert [signal.getsignal(number) for number in SIGNALS] == before, "whoever had them before has them again"
+    signal.signal(signal.SIGINT, ignored)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
