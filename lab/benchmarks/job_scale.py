@@ -161,6 +161,8 @@ class Workers:
         self.all = [Worker(host, make(i), Coordination(i, len(hosts))) for i, host in enumerate(hosts)]
         list(self.threads.map(lambda one: one.client.connect(), self.all))
         vars(coordination)["key_value_store"] = self.store
+        # Of thousands of threads that want to go on, each would otherwise ask for its turn 200 times per second.
+        sys.setswitchinterval(1.0)
         # All hear the same answer, which processes of their own would read side by side: here it is read once.
         vars(coordination)["read_fact"] = lru_cache(maxsize=64)(coordination.read_fact)
 
