@@ -16,8 +16,9 @@ from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import read_timeline
 from meshmend.topology import Mesh
 
-STEPS, SAMPLES = 16, 64
+STEPS, SAMPLES, HELD = 16, 64, 8
 SCRIPT = f"""
+import time
 import numpy as np, optax
 import meshmend.jax as mmj
 
@@ -26,7 +27,8 @@ x = np.arange({SAMPLES}, dtype=np.float32)[:, None] / {SAMPLES}
 params = {{"w": np.zeros((1, 24), np.float32)}}
 for step in job.train(lambda p, b: ((b @ p["w"]) ** 2).sum(axis=1), optax.adam(0.1), params, x, steps={STEPS},
                       update="sharded"):
-    pass
+    while step.number == {HELD} and not (job.shared.path / "go").exists():
+        time.sleep(0.05)  # until hosts were killed: steps are quicker than the news of them
 """
 HOSTS = Hosts.of("1x3", "1x1")
 KEPT = place_on((0, 1, 2), Mesh("1x3")).kept.tolist()
@@ -59,6 +61,7 @@ def with_a_survivor(
         wait_until(lambda: any(event["step"] >= 5 for event in events(shared, "step")))
         for host in LOST:
             HostProcesses.kill(job, host)
+        (shared / "go").touch()
         yield job, wait_until
 
 
