@@ -148,6 +148,28 @@ def test_a_protocol_runs_to_its_end(service: Service) -> None:
     assert run_together([count(number) for number in (1, 2, 3)]).results == [24, 24, 24]
 
 
+@pytest.mark.parametrize(
+    ("contents", "expected", "n_reads"),
+    [
+        ([None, b"plan", None], b"plan", 2),
+        ([b"mine", b"plan", None], b"mine", 2),
+        ([b"plan", b"plan", b"plan"], b"plan", 0),
+        ([None, None, None], None, 0),
+    ],
+)
+def test_what_one_process_has_all_others_get(
+    contents: list[bytes | None], expected: bytes | None, n_reads: int, service: Service
+) -> None:
+    boards = [Coordination(process, 3) for process in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda one: one.share(contents[one.process]), boards)) == 3 * [expected]
+        assert service.calls["content"] == bool(n_reads)
+        list(pool.map(lambda one: one.exchange("next"), boards))
+    assert sorted(service.values) == ["meshmend/2/answer", "meshmend/2/facts/1", "meshmend/2/facts/2"], (
+        "it is forgotten"
+    )
+
+
 def test_a_channel_forgets_what_the_last_one_has_told(service: Service) -> None:
     """Also if an exchange of it was never finished, as in a save that has failed on one process."""
     boards = [Coordination(process, 2, limit_s=0.5) for process in range(2)]
