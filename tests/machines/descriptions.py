@@ -91,31 +91,7 @@ def write_neuron(sample: Sample) -> str:
     return json.dumps(rows)
 
 
-def write_physical(sample: Sample) -> str:
-    """A physical system descriptor with eight chips per host."""
-    parts = ["system_graph {"]
-    for host in sorted({chip // 8 for chip in sample.chips}):
-        parts.append(f'  asic_connectivity_graph {{\n    host_name: "host{host}"')
-        for chip in (chip for chip in sample.chips if chip // 8 == host):
-            parts.append(f"    asic_topologies {{\n      asic_id: {100 + chip}\n      topology {{")
-            for edge, channels in sample.cables.items():
-                if chip in edge:
-                    far = edge[0] + edge[1] - chip
-                    parts.append(f"        asic_connections {{ dst_asic_id: {100 + far}")
-                    parts += [
-                        f"eth_connections {{ src_chan: {n} dst_chan: {n} is_local: true }}" for n in range(channels)
-                    ]
-                    parts.append("}")
-            parts.append("      }\n    }")
-        parts.append("  }")
-    parts.append("}")
-    for chip in sample.chips:
-        about = f'tray_id: {chip // 8 + 1} asic_location: {chip % 8} host_name: "host{chip // 8}"'
-        parts.append(f"asic_descriptors {{ asic_id: {100 + chip} asic_descriptor {{ {about} }} }}")
-    return "\n".join(parts) + "\n"
-
-
-def _sample(name: str, cables: dict[Edge, int], write: Callable[[Sample], str], **more: object) -> Sample:
+def sample_of(name: str, cables: dict[Edge, int], write: Callable[[Sample], str], **more: object) -> Sample:
     chips = tuple(sorted({chip for edge in cables for chip in edge}))
     return Sample(name, cables, write, chips=chips, **more)  # type: ignore[arg-type]
 
@@ -147,7 +123,7 @@ PLAIN = (False, False)
 SAMPLES = {
     sample.name: sample
     for sample in (
-        _sample(
+        sample_of(
             "galaxy",
             grid_cables((4, 8), PLAIN, 4),
             write_umd,
@@ -155,7 +131,7 @@ SAMPLES = {
             wrap=PLAIN,
             boards=tuple(("ubb", tuple(range(8 * n, 8 * n + 8))) for n in range(4)),
         ),
-        _sample(
+        sample_of(
             "blackhole galaxy",
             _BH,
             write_umd,
@@ -164,7 +140,7 @@ SAMPLES = {
             extra=_BH_EXTRA,
             boards=(("ubb_blackhole", tuple(range(32))),),
         ),
-        _sample(
+        sample_of(
             "8 p150",
             {(a, a | bit): 2 for bit in (1, 2, 4) for a in range(8) if not a & bit},
             write_umd,
@@ -172,8 +148,8 @@ SAMPLES = {
             wrap=(False, True),
             boards=tuple(("p150", (n,)) for n in range(8)),
         ),
-        _sample("t3000", _T3K, write_umd, shape=(2, 4), wrap=PLAIN, boards=_N300S, coordinates=_T3K_AT),
-        _sample(
+        sample_of("t3000", _T3K, write_umd, shape=(2, 4), wrap=PLAIN, boards=_N300S, coordinates=_T3K_AT),
+        sample_of(
             "2 n300",
             {(0, 1): 2, (0, 3): 2, (1, 2): 2, (2, 3): 2},
             write_umd,
@@ -182,27 +158,9 @@ SAMPLES = {
             boards=(("n300", (0, 1)), ("n300", (2, 3))),
             coordinates={0: (1, 0), 1: (1, 1), 2: (2, 1), 3: (2, 0)},
         ),
-        _sample("trainium2", grid_cables((4, 4), (True, True)), write_neuron, shape=(4, 4), wrap=(True, True)),
-        _sample(
-            "galaxy of four hosts",
-            grid_cables((4, 8), PLAIN, 2),
-            write_physical,
-            shape=(4, 8),
-            wrap=PLAIN,
-        ),
+        sample_of("trainium2", grid_cables((4, 4), (True, True)), write_neuron, shape=(4, 4), wrap=(True, True)),
     )
 }
-MESH_GRAPH = """
-mesh_descriptors {
-  name: "M0"  # what was ordered
-  arch: WORMHOLE_B0
-  device_topology { dims: [ 4, 8 ], dim_types: [ LINE, LINE ] }
-  host_topology { dims: [ 1, 2 ] }
-  channels { count: 2 policy: STRICT }
-}
-top_level_instance { mesh { mesh_descriptor: "M0" mesh_id: 0 } }
-"""
-
 
 OWN = """
 meshmend: 1

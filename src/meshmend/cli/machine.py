@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
 
-    Reads Tenstorrent cluster, mesh graph and physical system descriptors, neuron-ls JSON, and a YAML of our own.
+    Reads Tenstorrent cluster descriptors, neuron-ls JSON, and a YAML of our own; with the laboratory also
+    Tenstorrent's mesh graph and physical system descriptors.
 
     Example: meshmend machine cluster.yaml
     Example: meshmend machine today.yaml --intended healthy.yaml

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import cast
 
 from meshmend.errors import MachineError
-from meshmend.machines import mesh_graph, neuron, own, tenstorrent
+from meshmend.machines import neuron, own, tenstorrent
 from meshmend.machines.description import Description, read_topology
 from meshmend.machines.entries import read_json, read_text, read_yaml
 from meshmend.machines.grid import Grid
 from meshmend.machines.machine import Machine, machine_of
-from meshmend.machines.text_proto import read_text_proto
 from meshmend.topology import Mesh
 
 FORMATS = (
     tenstorrent.FORMAT,
-    mesh_graph.INTENDED,
-    mesh_graph.OBSERVED,
     neuron.FORMAT,
     own.FORMAT,
 )
-# What begins a line stays on it, and no two parts of a pattern can match the same blanks: a file of nothing but blank
-# lines would take a time that grows with their square.
-INTENDED, OBSERVED = (
-    re.compile(rf"^[ \t]*(?:{names})\s*(?::\s*)?\{{", re.MULTILINE)
-    for names in ("mesh_descriptors|device_topology", "system_graph|asic_descriptors")
-)
+ADDED = "meshmend.machines"
+"""Entry points that read further formats: functions from a text and its file to a description, or None for another
+format."""
+TEXT_PROTO = re.compile(r"^\w+ ?\{", re.MULTILINE)
+"""How a message begins in protobuf's text form, and nothing in YAML."""
 
 
 def read_machine(
@@ -39,8 +37,8 @@ def read_machine(
 ) -> Machine:
     """Return the machine that a file describes.
 
-    `intended` is a description of the machine as it should be: a mesh graph descriptor, one of your own, or what the
-    same tool wrote while the machine was whole. `shape` and `wrap` say what grid it is where the file does not.
+    `intended` is a description of the machine as it should be: one of your own, or what the same tool wrote while the
+    machine was whole. `shape` and `wrap` say what grid it is where the file does not.
     """
     found = read_description(file)
     wanted = None if intended is None else read_description(intended)
@@ -74,10 +72,11 @@ def parse_description(text: str, file: str) -> Description:
         if isinstance(root.value, dict) and own.MARK in root.value:
             return own.read(root)
         raise _unknown(file)
-    if INTENDED.search(text):
-        return mesh_graph.read_intended(read_text_proto(text, file))
-    if OBSERVED.search(text):
-        return mesh_graph.read_observed(read_text_proto(text, file))
+    for point in entry_points(group=ADDED):
+        if (found := point.load()(text, file)) is not None:
+            return cast("Description", found)
+    if TEXT_PROTO.search(text):
+        raise _unknown(file)
     root = read_yaml(text, file)
     if isinstance(root.value, dict) and own.MARK in root.value:
         return own.read(root)
@@ -88,8 +87,9 @@ def parse_description(text: str, file: str) -> Description:
 
 def _unknown(file: str) -> MachineError:
     return MachineError(
-        f"{file}: not a description of a machine that is known here. Expected one of: {', '.join(FORMATS)}. For "
-        f'others, write one of your own, as in: meshmend: 1, shape: 4x8, failed: ["2x2@0,0"].',
+        f"{file}: not a description of a machine that is known here. Expected one of: {', '.join(FORMATS)}. "
+        "Tenstorrent's descriptors in text protobuf need the laboratory: pip install ./lab. For others, write one of "
+        'your own, as in: meshmend: 1, shape: 4x8, failed: ["2x2@0,0"].',
         file=file,
         expected=", ".join(FORMATS),
     )

@@ -8,14 +8,29 @@ chips and channels that were found, over all hosts. Intended minus observed is t
 from __future__ import annotations
 
 import math
+import re
 
 from meshmend.machines.description import MAX_CHIPS, Chip, Description
 from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
 from meshmend.topology import MAX_AXES, name_shape
+from meshmend_lab.tenstorrent.text_proto import read_text_proto
 
 INTENDED, OBSERVED = "Tenstorrent mesh graph descriptor", "Tenstorrent physical system descriptor"
 HARDWARE = {"WORMHOLE_B0": "tenstorrent-wormhole-galaxy", "BLACKHOLE": "tenstorrent-blackhole-galaxy"}
+# What begins a line stays on it, and no two parts of a pattern can match the same blanks: a file of nothing but blank
+# lines would take a time that grows with their square.
+BEGINS_INTENDED, BEGINS_OBSERVED = (
+    re.compile(rf"^[ \t]*(?:{names})\s*(?::\s*)?\{{", re.MULTILINE)
+    for names in ("mesh_descriptors|device_topology", "system_graph|asic_descriptors")
+)
+
+
+def read_text(text: str, file: str) -> Description | None:
+    """Return what the text of either descriptor says, None if it is neither: an entry point of `meshmend.machines`."""
+    if BEGINS_INTENDED.search(text):
+        return read_intended(read_text_proto(text, file))
+    return read_observed(read_text_proto(text, file)) if BEGINS_OBSERVED.search(text) else None
 
 
 def read_intended(root: Entry) -> Description:
