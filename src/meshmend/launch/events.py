@@ -122,7 +122,7 @@ KINDS: dict[str, tuple[type[Event], str]] = {
     "tiles": (Event, "tiles chips wasted"),
     "measuring": (Event, ""),
     "measure": (Event, ""),
-    "plan": (Event, "planner steps from_cache"),
+    "plan": (Event, "planner steps from_cache from_process"),
     "compile": (Event, "loaded why_not_loaded"),
     "program": (Event, "saved why_not_saved"),
     "compile ahead": (CompiledAhead, "saved why_not_saved"),

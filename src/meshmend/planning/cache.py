@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,10 @@ class PlanCache:
     def get(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Schedule | None:
         """Return the schedule, proven, if there is a valid entry; None otherwise, with a warning if it is invalid."""
         path = self.path(mesh, planner, neighbours_only=neighbours_only)
-        if not os.path.lexists(path):
-            return None
         try:
-            schedule = load(path)
+            schedule = self._read(path)
+            if schedule is None:
+                return None
             problem = _mismatch(schedule, mesh, planner, neighbours_only=neighbours_only)
             if problem is None:
                 verify(schedule)
@@ -84,6 +85,14 @@ class PlanCache:
         except MeshmendError as error:
             problem = str(error)
         warnings.warn(f"The cached plan {path} is not used, and planned again: {problem}", CacheWarning, stacklevel=3)
+        return None
+
+    def find(self, mesh: Mesh, planners: Iterable[Planner], *, neighbours_only: bool = False) -> Schedule | None:
+        """Return the schedule of the first of these planners that has a valid entry; None if none has."""
+        for planner in planners:
+            schedule = self.get(mesh, planner, neighbours_only=neighbours_only)
+            if schedule is not None:
+                return schedule
         return None
 
     def put(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> Path:
@@ -108,6 +117,10 @@ class PlanCache:
             self.put(mesh, planner, schedule, neighbours_only=neighbours_only)
         except ScheduleFileError as error:
             warnings.warn(f"The plan is not kept in the cache. {error}", CacheWarning, stacklevel=3)
+
+    def _read(self, path: Path) -> Schedule | None:
+        """Return the schedule of an entry, not yet proven; None if there is no such entry."""
+        return load(path) if os.path.lexists(path) else None
 
     def __len__(self) -> int:
         return sum(1 for _ in self.folder.glob("*.npz")) if self.folder.is_dir() else 0

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +29,7 @@ from meshmend.jax.job.run import RecoveryOptions, TrainingRun
 from meshmend.jax.job.step import JobStep
 from meshmend.jax.session.hardware import with_hardware
 from meshmend.jax.session.session import Session, initialize
-from meshmend.jax.session.shared_folder import SharedFolder, check_shared, open_shared
+from meshmend.jax.session.shared_folder import SharedFolder, open_shared
 from meshmend.jax.session.single_process import initialize_alone, is_launched
 from meshmend.jax.state import Resumed
 from meshmend.launch.environment import SHARED
@@ -111,7 +110,6 @@ class Job:
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
         joined = with_hardware(joined, self.shared.hardware, hardware, measures=is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
-        self.session.coordination.decide(self.shared.name, partial(check_shared, self.shared))
 
     @property
     def fabric(self) -> Fabric:

@@ -6,6 +6,7 @@ What is missing is the hole. Every process sees the same hosts, and raises the s
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import ipaddress
 import json
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
@@ -29,7 +31,7 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.private import joined_as
 from meshmend.jax.engine.tiles import TiledFabric, tile
 from meshmend.jax.session.compile_cache import use_compile_cache, use_no_compile_cache
-from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.coordination import Coordination, Facts, Question
 from meshmend.jax.session.gloo import listen_where_reached
 from meshmend.jax.session.survivors import (
     agree_on_quarantine,
@@ -50,6 +52,7 @@ from meshmend.launch.processes import wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
+from meshmend.planning.portable import PortablePlans
 from meshmend.quarantine import Quarantined
 
 RECOVERY_BUDGET_S = 2.0
@@ -120,27 +123,62 @@ class Session:
     def agree_on_plan(
         self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
     ) -> TrainingPlan:
-        """Return what `make` plans, the same on every process.
+        """Return what `make` plans, the same on every process: see `ask_and_plan`."""
+        return self.ask_and_plan(Question(None, lambda _: None), make, cache)[1]
 
-        Process 0 plans what is not in the cache yet, and all others find it there. They wait for it as long as it is
-        alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
+    def ask_and_plan(
+        self,
+        question: Question,
+        make: Callable[[PlanCache], TrainingPlan],
+        cache: PlanCache | str | Path | None = None,
+    ) -> tuple[Any, TrainingPlan]:
+        """Ask a question, and on the same occasion agree on a plan; return its answer and the plan, the same on all.
+
+        Each process looks for the plan in its own cache, which may be on a disk that all share, or on its own. The plan
+        of the first process that has one counts. Where none has it, process 0 plans once it has judged the question;
+        the others wait for it as long as it is alive, and raise its error if it has none. Those that still lack the
+        plan are sent it, and keep it in their caches.
+
+        `make` must plan with the cache that it is given.
         """
-        store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        found: TrainingPlan | None = None
+        folder = (cache if isinstance(cache, PlanCache) else PlanCache(cache)).folder
+        used, made = _look(make, folder)
+        is_planned = False
 
-        def plan_first() -> bool:
-            nonlocal found
-            before = len(store)
-            found = make(store)
-            return len(store) == before
+        def plan_here() -> str:
+            nonlocal used, made, is_planned
+            used, is_planned = PortablePlans(folder, makes=True), True
+            made = make(used)
+            return made.digest
 
         with self.timeline.timed("plan") as facts:
-            was_there = self.coordination.tell(plan_first)
-            made = found or make(store)
-            facts["from_cache"] = self.launch.process != 0 or was_there
+            judge = partial(judge_plan, judge=question.judge, make=plan_here)
+            told = self.coordination.decide([question.fact, made.digest if made else ""], judge)
+            sender, digest = int(told["sender"]), str(told["digest"])
+            if told["is_lacking"]:
+                if made is None or made.digest != digest:  # process 0 may have made it, on a disk that all share
+                    used, made = _look(make, folder)
+                lacks = made is None or made.digest != digest
+                content = self.coordination.send(sender, used.pack, wants=lacks)
+                if content is not None:
+                    made, facts["from_process"] = self._made_of(content, make, folder, told), sender
+            assert made is not None  # noqa: S101  # only who lacks it is sent it
+            facts["from_cache"] = not is_planned
             facts["planner"], facts["steps"] = made.schedules[0].planner, made.schedules[0].n_steps
-            self.coordination.decide(made.digest, check_same_plan)
-            return made
+        return told["answer"], made
+
+    def _made_of(
+        self, content: bytes, make: Callable[[PlanCache], TrainingPlan], folder: Path, told: dict[str, Any]
+    ) -> TrainingPlan:
+        """Return the plan that another process has sent; raise if this process would make another one of it."""
+        with contextlib.suppress(LookupError):
+            made = make(PortablePlans(folder, content=content))
+            if made.digest == told["digest"]:
+                return made
+        raise RestartError(
+            f"Process {self.launch.process} came to another plan than process {told['sender']}, so that their programs "
+            "would not fit. Give all of them the same script and versions; if that is so, empty the folder of plans."
+        )
 
     def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
@@ -219,14 +257,26 @@ class Session:
         """Raise what a thread has ended the job with, where that has not ended the process."""
 
 
-def check_same_plan(digests: list[str]) -> None:
-    """Raise if one of the processes has another plan: their chips would wait for each other for ever."""
-    other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise RestartError(
-            f"Process {other} came to another plan than process 0, so that their programs would not fit. Give all of "
-            "them the same script, versions and shared folder; if that is so, empty the folder's `plans`."
-        )
+def judge_plan(
+    everybody: list[tuple[Any, str]], *, judge: Callable[[Facts], Any], make: Callable[[], str]
+) -> dict[str, Any]:
+    """Judge what all have said of something else, then say whose plan counts, given the digest of each one's plan.
+
+    Where nobody has a plan, `make` plans on process 0, and returns the digest.
+    """
+    answer, digests = judge([fact for fact, _ in everybody]), [digest for _, digest in everybody]
+    if not any(digests):
+        digests[0] = make()
+    sender = next(process for process, digest in enumerate(digests) if digest)
+    return {"answer": answer, "sender": sender, "digest": digests[sender], "is_lacking": len({*digests}) > 1}
+
+
+def _look(make: Callable[[PlanCache], TrainingPlan], folder: Path) -> tuple[PortablePlans, TrainingPlan | None]:
+    """Return the plan that is kept in a folder, and what it is made of; None where it would have to be planned."""
+    kept = PortablePlans(folder)
+    with contextlib.suppress(Exception):  # whatever is wrong, process 0 raises it for all when it plans
+        return kept, make(kept)
+    return kept, None
 
 
 def is_orderly(error: BaseException | None) -> bool:
