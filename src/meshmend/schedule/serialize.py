@@ -71,20 +71,15 @@ def save(schedule: Schedule, path: str | Path) -> None:
     try:
         match path.suffix:
             case ".npz":
-                write_npz(schedule, path)
+                header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
+                columns = {name: getattr(schedule.template, name).astype(dtype) for name, dtype in COLUMNS.items()}
+                np.savez_compressed(path, header=header, **columns)
             case ".txt":
                 path.write_text(to_text(schedule), encoding="utf-8")
             case other:
                 raise ScheduleFileError(f"{path.name} ends in {other!r}; a schedule is saved as .npz or .txt.")
     except OSError as error:
         raise ScheduleFileError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def write_npz(schedule: Schedule, file: Path | IO[bytes]) -> None:
-    """Write the `.npz` form to a path that ends in it, or to an open file."""
-    header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
-    columns = {name: getattr(schedule.template, name).astype(dtype) for name, dtype in COLUMNS.items()}
-    np.savez_compressed(file, header=header, **columns)
 
 
 def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:

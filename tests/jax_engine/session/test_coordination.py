@@ -27,7 +27,6 @@ from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch import Launch, Timeline
 from meshmend.launch.processes import free_port
 from meshmend.planning import Auto, PlanCache
-from meshmend.planning.portable import PortablePlans
 from protocols import run_together
 
 
@@ -277,7 +276,7 @@ def test_a_plan_that_any_process_has_in_its_own_cache_is_sent_to_those_that_lack
         event = session.timeline.events[-1]
         assert event.get("from_process") == (sender if process in lacking else None)
         assert event["from_cache"] is (bool(holders) or process != 0)
-        kept = PortablePlans(folders[process])
+        kept = PlanCache(folders[process], is_complete=True)
         assert make(kept).digest == found[0][1].digest, "at the next start it is in its own cache"
     assert service.calls["content"] == bool(lacking)
 
@@ -364,7 +363,7 @@ with initialize("2x4", "2x2", host_index=int(sys.argv[2]), launch=launch, timeou
     assert session.host_of_process == (0, 1)
 
     def slow(cache):
-        if cache.makes:
+        if not cache.is_complete:
             print("planning", flush=True)
             time.sleep(float(sys.argv[3]))
         return mmj.plan(session.fabric, {"w": np.zeros(64, np.float32)}, cache=cache)

@@ -456,10 +456,8 @@ def check_losses(session: Session, demands: StepDemands) -> None:
     Nothing is planned, and at most `MOST_LOSSES` are looked at. A job that the launcher would not start again without
     the lost host is not concerned, nor one that its planner does not serve now: planning will say so.
     """
-    if demands.planner == "auto" or len(session.launch.hosts) <= session.launch.least:
-        return
     chips = session.fabric.chips if isinstance(session.fabric, TiledFabric) else session.fabric
-    if demands.refusal(chips.mesh) is not None:
+    if demands.planner == "auto" or len(session.launch.hosts) <= session.launch.least or demands.refusal(chips.mesh):
         return
     for lost, fabric in session.fabrics_ahead(MOST_LOSSES):
         refused = demands.refusal(fabric.chips.mesh if isinstance(fabric, TiledFabric) else fabric.mesh)

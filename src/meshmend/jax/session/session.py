@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from meshmend.jax.session.survivors import (
     fabric_without,
     find_fabric,
     processes_of,
+    share_losses,
 )
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
@@ -52,7 +54,6 @@ from meshmend.launch.processes import wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
-from meshmend.planning.portable import PortablePlans
 from meshmend.quarantine import Quarantined
 
 RECOVERY_BUDGET_S = 2.0
@@ -142,79 +143,96 @@ class Session:
         `make` must plan with the cache that it is given.
         """
         folder = (cache if isinstance(cache, PlanCache) else PlanCache(cache)).folder
-        used, made = _look(make, folder)
-        is_planned = False
+        used, is_planned = PlanCache(folder, is_complete=True), False
+        made: TrainingPlan | None = None
+
+        def look() -> str:
+            nonlocal made
+            with contextlib.suppress(Exception):  # whatever is wrong, process 0 raises it for all when it plans
+                made = make(used)
+            return made.digest if made else ""
 
         def plan_here() -> str:
             nonlocal used, made, is_planned
-            used, is_planned = PortablePlans(folder, makes=True), True
+            used, is_planned = PlanCache(folder), True
             made = make(used)
             return made.digest
 
         with self.timeline.timed("plan") as facts:
             judge = partial(judge_plan, judge=question.judge, make=plan_here)
-            told = self.coordination.decide([question.fact, made.digest if made else ""], judge)
+            told = self.coordination.decide([question.fact, look()], judge)
             sender, digest = int(told["sender"]), str(told["digest"])
             if told["is_lacking"]:
-                if made is None or made.digest != digest:  # process 0 may have made it, on a disk that all share
-                    used, made = _look(make, folder)
-                lacks = made is None or made.digest != digest
+                # Where the folder is on a disk that all share, what process 0 has made is there now.
+                lacks = (made is None or made.digest != digest) and look() != digest
                 content = self.coordination.send(sender, used.pack, wants=lacks)
                 if content is not None:
-                    made, facts["from_process"] = self._made_of(content, make, folder, told), sender
-            assert made is not None  # noqa: S101  # only who lacks it is sent it
+                    with tempfile.TemporaryDirectory() as received:
+                        PlanCache(received).unpack(content)
+                        made = make(PlanCache(received))  # plans what the sender could not store
+                    with contextlib.suppress(OSError):
+                        PlanCache(folder).unpack(content)
+                    facts["from_process"] = sender
+            if made is None or made.digest != digest:
+                raise RestartError(
+                    f"Process {self.launch.process} came to another plan than process {sender}, so that their programs "
+                    "would not fit. Give all of them the same script and versions, or empty the folder of plans."
+                )
             facts["from_cache"] = not is_planned
             facts["planner"], facts["steps"] = made.schedules[0].planner, made.schedules[0].n_steps
         return told["answer"], made
 
-    def _made_of(
-        self, content: bytes, make: Callable[[PlanCache], TrainingPlan], folder: Path, told: dict[str, Any]
-    ) -> TrainingPlan:
-        """Return the plan that another process has sent; raise if this process would make another one of it."""
-        with contextlib.suppress(LookupError):
-            made = make(PortablePlans(folder, content=content))
-            if made.digest == told["digest"]:
-                return made
-        raise RestartError(
-            f"Process {self.launch.process} came to another plan than process {told['sender']}, so that their programs "
-            "would not fit. Give all of them the same script and versions; if that is so, empty the folder of plans."
-        )
+    def fabrics_ahead(self, most: int | None = None, *, is_divided: bool = False) -> Iterator[tuple[int | str, Fabric]]:
+        """Return what the fabric would be after each possible loss: (who is lost, the fabric).
 
-    def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
-        """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+        That is each single host, by its number, and then all hosts of a failure domain at once, by the domain's name.
+        With `most`, only single hosts, and at most so many from the first to the last, evenly spread. Process 0 has all
+        of them and the others none; or if `is_divided`, each has its share (`share_losses`).
 
-        With `most`, of at most so many hosts from the first to the last, evenly spread.
+        Devices are there only to compile for. They have the numbers that the survivors' will have, so that what is
+        compiled for them goes into the compile cache under the key that the restarted job will look up. Where hosts are
+        given by their numbers, processes and their devices are numbered anew after a loss, so those of the first
+        processes stand in for the survivors. Where devices report coordinates (TPU), the chips of each process are a
+        hole in turn, and its number stands for the host; a TPU device's number is its place in the slice, which does
+        not change with who is missing, so the survivors stand for themselves.
 
-        Its devices are there only to compile for, and only on process 0. They have the numbers that the survivors'
-        will have, so that what is compiled for them goes into the compile cache under the key that the restarted job
-        will look up. Where hosts are given by their numbers, processes and their devices are numbered anew after a
-        loss, so those of the first processes stand in for the survivors. Where devices report coordinates (TPU), the
-        chips of each process are a hole in turn, and its number stands for the host; a TPU device's number is its
-        place in the slice, which does not change with who is missing, so the survivors stand for themselves.
-
-        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
+        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on. Each fabric is
+        made when it is asked for: of thousands of chips, that takes a while.
         """
-        if self.launch.process != 0:
+        if self.launch.process != 0 and not is_divided:
             return
         devices = jax.devices()
         chips = self.fabric.chips if isinstance(self.fabric, TiledFabric) else self.fabric
-        losses = processes_of(devices) if self.hosts is None else self.host_of_process
-        n_asked = len(losses) if most is None else min(most, len(losses))
-        for lost in (losses[i] for i in np.linspace(0, len(losses) - 1, n_asked).astype(int)):
+        here = processes_of(devices) if self.hosts is None else self.host_of_process
+        losses: list[tuple[int | str, Collection[int]]] = [(host, [host]) for host in here]
+        if most is not None:
+            losses = [losses[i] for i in np.linspace(0, len(here) - 1, min(most, len(here))).astype(int)]
+        else:
+            of_domain: dict[str, set[int]] = {}
+            for host, domain in zip(here, chips.domains, strict=False):
+                of_domain.setdefault(domain, set()).add(host)
+            losses += [(name, lost) for name, lost in of_domain.items() if name and 1 < len(lost) < len(here)]
+        if is_divided:
+            taken = [[here.index(host) for host in lost] for _, lost in losses]
+            shares = share_losses(taken, self.launch.n_processes, are_renumbered=self.hosts is not None)
+            losses = [loss for loss, process in zip(losses, shares, strict=True) if process == self.launch.process]
+        for name, lost in losses:
             try:
                 fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
                 if fabric is None or not fabric.mesh.is_connected:
                     continue
                 # The restarted job plans for what was measured, too, and hosts stay in their failure domains. Where
                 # hosts are given by their numbers, processes are numbered anew.
-                stay = [domain for host, domain in zip(losses, chips.domains, strict=False) if host != lost]
+                stay = [domain for host, domain in zip(here, chips.domains, strict=False) if host not in lost]
                 domains = chips.domains if self.hosts is None else tuple(stay)
                 fabric = replace(fabric, hardware=chips.hardware, domains=domains)
                 if self.cut is not None:
                     fabric = self.cut.of(fabric)
             except (MeshError, QuarantineError, RestartError):
                 continue  # the restarted job would stop there, too
-            yield lost, fabric
+            if is_divided and self.launch.process not in {one.process_index for one in fabric.jax_mesh.devices.flat}:
+                continue  # no tile has a chip of the host that this process stands for: the restarted job would stop
+            yield name, fabric
 
     def __enter__(self) -> Self:
         return self
@@ -269,14 +287,6 @@ def judge_plan(
         digests[0] = make()
     sender = next(process for process, digest in enumerate(digests) if digest)
     return {"answer": answer, "sender": sender, "digest": digests[sender], "is_lacking": len({*digests}) > 1}
-
-
-def _look(make: Callable[[PlanCache], TrainingPlan], folder: Path) -> tuple[PortablePlans, TrainingPlan | None]:
-    """Return the plan that is kept in a folder, and what it is made of; None where it would have to be planned."""
-    kept = PortablePlans(folder)
-    with contextlib.suppress(Exception):  # whatever is wrong, process 0 raises it for all when it plans
-        return kept, make(kept)
-    return kept, None
 
 
 def is_orderly(error: BaseException | None) -> bool:
