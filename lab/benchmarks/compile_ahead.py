@@ -30,7 +30,7 @@ PATIENCE_S = 900.0
 
 
 def train(folder: str, way: str) -> None:
-    """Be one process of the job, until its folder has a file "enough"."""
+    """Be one process of the job, until the step that a file "last" in its folder names."""
     import jax
     import numpy as np
     import optax
@@ -55,11 +55,11 @@ def train(folder: str, way: str) -> None:
             x = x + jax.nn.gelu(jax.nn.standardize(x) @ layer)
         return ((x - batch) ** 2).mean(axis=1)
 
-    enough = Path(folder) / "enough"
+    last = Path(folder) / "last"
     for step in job.train(loss, optax.adam(1e-3), weights, data, steps=10**6):
         if job.session.launch.process == 0:
             print(json.dumps({"step": step.number}), flush=True)
-        if enough.exists() and enough.read_text() <= f"{step.number:09d}":
+        if last.exists() and step.number >= int(last.read_text()):
             break
         time.sleep(1.0)  # what is timed here is the compiler
     job.close()
@@ -76,6 +76,7 @@ def compiled_ahead(folder: Path, n: int) -> list[dict[str, Any]]:
 
 def measure(n: int, way: str, folder: Path) -> tuple[float, Counter[int], str]:
     """Run a job of `n` hosts; return how long covering took, how many losses each host has covered, who was loaded."""
+    from meshmend.files import write_whole
     from meshmend.launch.hosts import Hosts
     from meshmend.launch.local import LocalJob
     from meshmend.launch.timeline import read_timeline, timeline_of
@@ -105,8 +106,7 @@ def measure(n: int, way: str, folder: Path) -> tuple[float, Counter[int], str]:
         last = steps[-1]
         job.kill(victim)
         until("a step after the loss", lambda: steps[-1] > last + 2)
-        # Before the survivors are through with the next losses: what was loaded is known.
-        (folder / "enough").write_text(f"{steps[-1] + 2:09d}")
+        write_whole(folder / "last", str(steps[-1] + 3))  # so far ahead that all see it before they are there
         job.wait(PATIENCE_S)
     problems = [event for event in ahead if "saved" not in event]
     if problems or sorted(event["lost"] for event in ahead) != list(range(n)):

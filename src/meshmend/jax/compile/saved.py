@@ -178,16 +178,14 @@ class SavedSteps:
         return f"{mesh}.{planned.update}.jax-{jax.__version__}.{digest}.program"
 
     def prune(self, *, most_bytes: int = MOST_BYTES) -> None:
-        """Remove the files that were not used for longest, beyond a number of files and of bytes.
-
-        As many as there are for one version of a script stay, whatever their bytes: others have just made them.
-        """
+        """Remove the files that were not used for longest, beyond a number of files and of bytes."""
         n_losses = len(self.session.host_of_process) + len({*self.session.fabric.domains})
         most_files = 2 * (n_losses + 1) + SPARE_FILES
         newest_first = sorted(self._files(), key=lambda path: path.stat().st_mtime, reverse=True)
         n_bytes = 0
         for number, path in enumerate(newest_first):
             n_bytes += path.stat().st_size
+            # Those of one version of the script stay, whatever their bytes: other hosts have just made them.
             if number > n_losses and (number >= most_files or n_bytes > most_bytes):
                 path.unlink(missing_ok=True)
                 self._mark(path.name).unlink(missing_ok=True)

@@ -138,9 +138,7 @@ class Session:
         Each process looks for the plan in its own cache, which may be on a disk that all share, or on its own. The plan
         of the first process that has one counts. Where none has it, process 0 plans once it has judged the question;
         the others wait for it as long as it is alive, and raise its error if it has none. Those that still lack the
-        plan are sent it, and keep it in their caches.
-
-        `make` must plan with the cache that it is given.
+        plan are sent it, and keep it in their caches. `make` must use the cache that it is given.
         """
         folder = (cache if isinstance(cache, PlanCache) else PlanCache(cache)).folder
         used, is_planned = PlanCache(folder, is_complete=True), False
@@ -196,8 +194,7 @@ class Session:
         hole in turn, and its number stands for the host; a TPU device's number is its place in the slice, which does
         not change with who is missing, so the survivors stand for themselves.
 
-        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on. Each fabric is
-        made when it is asked for: of thousands of chips, that takes a while.
+        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
         """
         if self.launch.process != 0 and not is_divided:
             return

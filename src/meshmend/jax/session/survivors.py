@@ -137,8 +137,8 @@ def share_losses(losses: Sequence[Collection[int]], n_processes: int, *, are_ren
     found = []
     for number, lost in enumerate(losses):
         turns = ((number - back) % n_processes for back in range(n_processes))
-        n_left = n_processes - len(lost)
-        found.append(next(one for one in turns if (one < n_left if are_renumbered else one not in lost)))
+        gone = range(n_processes - len(lost), n_processes) if are_renumbered else lost
+        found.append(next(one for one in turns if one not in gone))
     return found
 
 
