@@ -44,7 +44,9 @@ def with_another(change: Callable[[Any], Any]) -> Any:
 
 def changed(name: str, value: Any) -> Callable[[Any], Any]:
     """Change a setting, which processes say together with the plan that they have."""
-    return lambda fact: [fact[0] | {name: value}, fact[1]] if isinstance(fact, list) and name in fact[0] else fact
+    return lambda fact: (
+        [fact[0] | {name: value}, fact[1]] if isinstance(fact, list) and isinstance(fact[0], dict) else fact
+    )
 
 
 @pytest.mark.parametrize(

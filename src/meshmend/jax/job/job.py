@@ -61,7 +61,7 @@ class Job:
     the start. Plans are made for the bytes that the model sends and for `hardware`, a preset's name or a file; by
     default for what the job has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for
     the devices' preset.
-    With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With
+    With `compile_ahead`, hosts compile for the loss of each other while the job trains. With
     `checks`, as in `Checks()`, chips that compute wrong numbers or are slow are looked for and left out, and the job
     goes back to the last state that is known to be good. `session` is for scripts that call `initialize` themselves,
     and end it, too.

@@ -385,8 +385,7 @@ class TrainingRun:
             self._check_planner()
             return read_untrusted(shared.path)
 
-        question = Question(mine, judge)
-        untrusted, made = session.ask_and_plan(question, partial(self._plan, session.fabric), shared.plans)
+        untrusted, made = session.ask_and_plan(Question(mine, judge), partial(self._plan, session.fabric), shared.plans)
         return [(attempt, step) for attempt, step in untrusted], made
 
     def _check_planner(self) -> None:
