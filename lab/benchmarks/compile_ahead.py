@@ -113,7 +113,8 @@ def measure(n: int, way: str, folder: Path) -> tuple[float, Counter[int], str]:
         sys.exit(f"{n} hosts, {way}: expected each loss once, got {problems or ahead}.")
     made = next(event for event in ahead if event["lost"] == victim)
     for host in {*range(n)} - {victim}:
-        start = [event for event in read_timeline(timeline_of(folder, host)) if event["event"] == "compile"][1]
+        events = read_timeline(timeline_of(folder, host))
+        start = next(event for event in events if event["event"] == "compile" and event["round"] > 1)
         if start.get("loaded") != made["saved"]:
             sys.exit(f"{n} hosts, {way}: host {host} should load {made['saved']}, got {start}.")
     if way != ALONE and made["host"] == 0:

@@ -29,12 +29,13 @@ from jax_engine.two_processes import run_two
 from meshmend.cost import find_hardware
 from meshmend.errors import PlanError
 from meshmend.jax.compile import for_topology
+from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.job.run import check_losses
 from meshmend.jax.session import Session
 from meshmend.jax.session.coordination import Coordination
-from meshmend.jax.session.survivors import find_fabric, share_losses
+from meshmend.jax.session.survivors import fabric_of_hosts, find_fabric, share_losses
 from meshmend.jax.state.memory.placement import place_on
-from meshmend.launch import Launch, Timeline
+from meshmend.launch import Hosts, Launch, Timeline
 from meshmend.planning import StepDemands, Workload
 from meshmend.quarantine import Quarantined, Suspect
 
@@ -181,7 +182,7 @@ def test_each_process_compiles_for_its_share_and_has_a_device_in_it(
         session = session_of(slice_of(4, 4, 1), monkeypatch, process=process)
         session = replace(session, fabric=replace(session.fabric, domains=racks))
         for lost, fabric in (session if tile is None else session.in_tiles(tile)).fabrics_ahead(is_divided=True):
-            chips = fabric.chips if isinstance(fabric, mmj.TiledFabric) else fabric
+            chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
             assert process in {device.process_index for device in fabric.jax_mesh.devices.flat}
             assert chips.domains == racks, "processes keep their numbers"
             found.append((lost, chips.mesh))
@@ -191,6 +192,28 @@ def test_each_process_compiles_for_its_share_and_has_a_device_in_it(
     }
     left = {lost: mesh.n_chips for lost, mesh in found if isinstance(lost, str)}
     assert left == {"left": 8, "right": 8}
+
+
+def test_each_process_has_its_share_of_the_losses_of_numbered_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors are numbered anew, so the last process compiles for nothing: no device of it stands in for them."""
+    devices, hosts = slice_of(4, 4, 1), Hosts.of("4x4", "2x2")
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    whole = replace(fabric_of_hosts(hosts, [0, 1, 2, 3], devices), domains=("a", "a", "b", ""))
+    asked = Session(whole, Launch("127.0.0.1:1", 4, 0), hosts, (0, 1, 2, 3), Coordination(0, 1), Timeline(None))
+    undivided = {lost: fabric.mesh for lost, fabric in asked.fabrics_ahead()}
+    assert list(undivided) == [0, 1, 2, 3, "a"], "of a domain of one host, nothing more is lost than the host"
+    found = {}
+    for process in range(4):
+        session = replace(asked, launch=Launch("127.0.0.1:1", 4, process))
+        shares = dict(session.fabrics_ahead(is_divided=True))
+        for fabric in shares.values():
+            assert process in {device.process_index for device in fabric.jax_mesh.devices.flat}
+        found[process] = {lost: (fabric.mesh, fabric.domains) for lost, fabric in shares.items()}
+    assert {process: list(shares) for process, shares in found.items()} == {0: [0, "a"], 1: [1], 2: [2, 3], 3: []}
+    assert {lost: mesh for shares in found.values() for lost, (mesh, _) in shares.items()} == undivided
+    assert undivided["a"] == mm.Mesh("4x4", failed=["2x4@0,0"])
+    assert found[0]["a"][1] == ("b", "")
+    assert found[2][3][1] == ("a", "a", "b")
 
 
 def taken(n: int, n_domains: int) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,26 +150,3 @@ def test_the_next_losses_leave_it_out_too(of_four_hosts: list[Of], monkeypatch: 
     expected = {lost: mm.Mesh("4x4", failed=[HOSTS.tiles[lost], "0,2"], failed_cables=["2,1-3,1"]) for lost in range(4)}
     assert ahead == {lost: mesh for lost, mesh in expected.items() if mesh.is_connected}
     assert len(ahead) == 4
-
-
-def test_each_process_has_its_share_of_the_losses_of_numbered_hosts(
-    of_four_hosts: list[Of], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Survivors are numbered anew, so the last process compiles for nothing: no device of it stands in for them."""
-    monkeypatch.setattr(jax, "devices", lambda: of_four_hosts)
-    whole = replace(fabric_of_hosts(HOSTS, [0, 1, 2, 3], of_four_hosts), domains=("a", "a", "b", ""))
-    asked = Session(whole, Launch("127.0.0.1:1", 4, 0), HOSTS, (0, 1, 2, 3), Coordination(0, 1), Timeline(None))
-    undivided = {lost: fabric.mesh for lost, fabric in asked.fabrics_ahead()}
-    assert list(undivided) == [0, 1, 2, 3, "a"], "of a domain of one host, nothing more is lost than the host"
-    found = {}
-    for process in range(4):
-        session = replace(asked, launch=Launch("127.0.0.1:1", 4, process))
-        shares = dict(session.fabrics_ahead(is_divided=True))
-        for fabric in shares.values():
-            assert process in {device.process_index for device in fabric.jax_mesh.devices.flat}
-        found[process] = {lost: (fabric.mesh, fabric.domains) for lost, fabric in shares.items()}
-    assert {process: list(shares) for process, shares in found.items()} == {0: [0, "a"], 1: [1], 2: [2, 3], 3: []}
-    assert {lost: mesh for shares in found.values() for lost, (mesh, _) in shares.items()} == undivided
-    assert undivided["a"] == mm.Mesh("4x4", failed=["2x4@0,0"])
-    assert found[0]["a"][1] == ("b", "")
-    assert found[2][3][1] == ("a", "a", "b")
