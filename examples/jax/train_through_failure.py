@@ -53,18 +53,18 @@ def train(folder: Path, steps: int) -> None:
             logits = jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["read"]
             return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, -1])
 
-        def plan(fabric: mmj.Fabric) -> TrainingPlan:
+        def plan(fabric: mmj.Fabric, cache: PlanCache) -> TrainingPlan:
             """Plan for the bytes that these weights send, on a fabric's own hardware."""
-            return mmj.plan(fabric, weights, update="sharded", cache=PlanCache(folder / "plans"))
+            return mmj.plan(fabric, weights, update="sharded", cache=cache)
 
         def build(fabric: mmj.Fabric) -> CompiledTrainStep:
             """Plan and compile for a fabric: that of the survivors, or that after another failure."""
-            program = plan(fabric).install(fabric)
+            program = plan(fabric, plans).install(fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             return compile_train_step(training, program, weights, feed.like(fabric))
 
-        fabric = session.fabric
-        session.agree_on_plan(lambda _: plan(fabric))
+        fabric, plans = session.fabric, PlanCache(folder / "plans")
+        session.agree_on_plan(lambda cache: plan(fabric, cache), plans)
         with session.timeline.timed("compile"):
             compiled = build(fabric)
         params = put(weights, fabric)

@@ -37,8 +37,7 @@ from meshmend.jax.engine.private import KeyValueStore
 from meshmend.jax.job.run import check_same_params, check_same_settings
 from meshmend.jax.session import coordination
 from meshmend.jax.session.coordination import Coordination
-from meshmend.jax.session.session import check_same_plan
-from meshmend.jax.session.shared_folder import SharedFolder, check_shared
+from meshmend.jax.session.session import judge_plan
 from meshmend.jax.session.survivors import agree_on_quarantine
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.launch.hosts import Hosts
@@ -46,6 +45,7 @@ from meshmend.launch.processes import die_with_parent, free_port, raise_file_lim
 
 CHIPS, SLICES = 4, 8
 """Chips of a host, each with shards of its own, and slices of a part."""
+PLAN_BYTES = 30_000
 LIMIT_S, LIMIT_MB, LIMIT_GROWTH = 10.0, 1000.0, 6.0
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device is used
 SHAPES = {8: "4x8", 64: "16x16", 200: "20x40", 512: "32x64", 2240: "80x112"}
@@ -98,10 +98,16 @@ class Worker:
         ask = self.mine
         agree_on_quarantine(None, ask, Hosts.of("2x2", "2x2"))
         ask.tell(lambda: None)  # what was measured of the hardware
-        ask.decide("job-0123456789abcdef", partial(check_shared, SharedFolder(Path("/shared"), "")))
-        ask.decide({"steps": 1000, "samples": 10**6, "batch": "KeepGlobal(8192)", "seed": 0}, check_same_settings)
-        ask.tell(lambda: True)  # whether the plan was there
-        ask.decide("plan " * 8, check_same_plan)
+        mine = {
+            "shared": "job-0123456789abcdef",
+            "steps": 1000,
+            "samples": 10**6,
+            "batch": "KeepGlobal(8192)",
+            "seed": 0,
+        }
+        plan = "plan " * 8 if self.host % 2 else ""  # each second host has it in its cache, as after compiling ahead
+        told = ask.decide([mine, plan], partial(judge_plan, judge=check_same_settings, make=str))
+        ask.send(told["sender"], lambda: b"p" * PLAN_BYTES, wants=not plan)
         store_scale.check(not ask.decide(["step.program", "content " * 8, ""], why_not_loaded), "not loaded")
         judge = StateSearch(
             range(ask.n_processes), 2, "/memory", lambda *_: 1, lambda _: {"outline": {}} if self.has else None
@@ -235,7 +241,7 @@ def measure(n: int) -> tuple[list[str], float]:
     recovery_s, _, calls, service_mb = round_of(n, lost=n // 2)
     sets, waits = calls["sets"] / (n - 1), calls["blocking_key_value_get_bytes"] / (n - 1)
     n_looks = calls["key_value_dir_get_bytes"]
-    # Nine questions, three of which process 0 alone answers: two messages each, and a few more by process 0.
+    # Six questions, or seven, and what process 0 alone answers: two messages each, and a few more by process 0.
     store_scale.check(
         sets <= 12 and waits <= 16, f"{sets:.1f} keys and {waits:.1f} waits per process, at most 12 and 16"
     )

@@ -158,6 +158,38 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
     assert seen() == ("stalled", (0, 2, 3), 12)
 
 
+def test_losses_that_any_host_has_compiled_for_count_in_the_newest_round(tmp_path: Path) -> None:
+    timelines = [Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", round=1) for host in range(4)]
+    metrics = JobMetrics(tmp_path)
+
+    def begin(hosts: list[int], at: float) -> None:
+        for host in hosts:
+            timelines[host].note("process", at=at, seconds=1.0)
+            timelines[host].note("fabric", at=at + 1, seconds=1.0, chips=4 * len(hosts), hosts=hosts)
+            timelines[host].note("step", at=at + 2, step=int(at))
+
+    def ratio() -> float:
+        for timeline in timelines:
+            timeline.flush()
+        (found,) = (one for one in metrics.collect() if one.name == "meshmend_compiled_ahead_ratio")
+        return float(found.samples[0].value)
+
+    begin([0, 1, 2, 3], 1.0)
+    assert ratio() == 0.0
+    for host, lost in ((0, 0), (1, 1), (2, 2)):
+        timelines[host].note("compile ahead", at=4.0, seconds=1.0, lost=lost, saved="a.program")
+    timelines[0].note("compile ahead", at=5.0, seconds=1.0, domain="rack", saved="b.program")
+    assert ratio() == 0.75
+    timelines[2].note("compile ahead", at=5.0, seconds=1.0, lost=3, problem="no plan")
+    assert ratio() == 0.75
+    timelines[2].note("compile ahead", at=6.0, seconds=1.0, lost=3, saved="c.program")
+    assert ratio() == 1.0
+    for host in (0, 1, 2):
+        timelines[host].facts["round"] = 2
+    begin([0, 1, 2], 10.0)
+    assert ratio() == 0.0, "what host 3 and the others have made in round 1 is for another mesh"
+
+
 def test_whoever_watches_a_folder_can_serve_its_metrics(tmp_path: Path) -> None:
     account = read_account(write(lived_through(1), tmp_path))
     assert account is not None

@@ -76,6 +76,7 @@ SMALL_MODEL = "--layers 2 --width 256 --sequence 128"
 SCRIPTS: dict[str, Script] = {
     "bounds": Script("--chips 64", r"8x8 minus 2x2@2,2 │ +0\.6000 │"),
     "checkpoint_stall": Script("1", r"^fsdp +1 MB +holds", (*JAX, "orbax"), is_slow=True),
+    "compile_ahead": Script("6", r"^\| 6 \| .* \| 2 of 6 \| 5 survivors loaded host [1-5]", JAX, is_slow=True),
     "feed": Script("8192", r"8,192 samples  dict   batch 8,192", JAX, is_slow=True),
     "first_minutes": Script("--here", r"^recovery +\d", JAX, is_slow=True),
     "fused_update": Script("--chips 64 --chunks 256", r"8x8 minus 2x2@2,2 │ +\d\.\d+ │"),

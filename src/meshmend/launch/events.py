@@ -82,7 +82,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledAhead(Event):
-    """The loss of a host is planned and compiled for, unless there was a problem."""
+    """The loss of a host, or of a whole domain, is planned and compiled for, unless there was a problem."""
 
     lost: int | None = None
     problem: str | None = None
@@ -122,10 +122,10 @@ KINDS: dict[str, tuple[type[Event], str]] = {
     "tiles": (Event, "tiles chips wasted"),
     "measuring": (Event, ""),
     "measure": (Event, ""),
-    "plan": (Event, "planner steps from_cache"),
+    "plan": (Event, "planner steps from_cache from_process"),
     "compile": (Event, "loaded why_not_loaded"),
     "program": (Event, "saved why_not_saved"),
-    "compile ahead": (CompiledAhead, "saved why_not_saved"),
+    "compile ahead": (CompiledAhead, "domain saved why_not_saved"),
     "restore": (Restored, ""),
     "started from": (Event, "path"),
     "skipped": (Event, "why"),

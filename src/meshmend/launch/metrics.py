@@ -79,7 +79,8 @@ def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Met
     if account.least_hosts:
         yield _gauge("meshmend_hosts_needed", "Hosts below which the job waits.", account.least_hosts)
     if n_hosts > 1:  # nobody would go on after the loss of the only one
-        covered = {host for one in latest.values() for host in one.covered} & set(account.hosts)
+        newest = max((one.number for one in latest.values()), default=0)  # each host compiles for some losses
+        covered = {host for one in latest.values() if one.number == newest for host in one.covered} & {*account.hosts}
         ratio = len(covered) / n_hosts
         yield _gauge(
             "meshmend_compiled_ahead_ratio", "Share of the hosts whose loss is planned and compiled for.", ratio

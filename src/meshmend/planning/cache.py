@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import tempfile
 import warnings
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from meshmend.cost import Hardware
 from meshmend.errors import CacheWarning, MeshmendError, ScheduleFileError
+from meshmend.files import write_whole
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner, is_between_neighbours
 from meshmend.schedule import Schedule
@@ -52,8 +56,12 @@ class PlanCache:
     1
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path | None = None, *, is_complete: bool = False) -> None:
         self.folder = Path(folder) if folder is not None else default_folder()
+        self.is_complete = is_complete
+        """Whether nothing is planned that it does not have: that is a `LookupError`."""
+        self.used: set[Path] = set()
+        """Entries that were returned or stored."""
 
     def path(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Path:
         """Return the file that holds, or would hold, this planner's schedule for `mesh`."""
@@ -80,10 +88,21 @@ class PlanCache:
             problem = _mismatch(schedule, mesh, planner, neighbours_only=neighbours_only)
             if problem is None:
                 verify(schedule)
+                self.used.add(path)
                 return schedule
         except MeshmendError as error:
             problem = str(error)
         warnings.warn(f"The cached plan {path} is not used, and planned again: {problem}", CacheWarning, stacklevel=3)
+        return None
+
+    def find(self, mesh: Mesh, planners: Iterable[Planner], *, neighbours_only: bool = False) -> Schedule | None:
+        """Return the schedule of the first of these planners that has a valid entry; None if none has."""
+        for planner in planners:
+            schedule = self.get(mesh, planner, neighbours_only=neighbours_only)
+            if schedule is not None:
+                return schedule
+        if self.is_complete:
+            raise LookupError(f"{self.folder} has no plan for {mesh}")
         return None
 
     def put(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> Path:
@@ -100,6 +119,7 @@ class PlanCache:
                 Path(name).unlink(missing_ok=True)
         except OSError as error:
             raise ScheduleFileError(f"{path} cannot be written: {error.strerror or error}.") from error
+        self.used.add(path)
         return path
 
     def offer(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> None:
@@ -108,6 +128,21 @@ class PlanCache:
             self.put(mesh, planner, schedule, neighbours_only=neighbours_only)
         except ScheduleFileError as error:
             warnings.warn(f"The plan is not kept in the cache. {error}", CacheWarning, stacklevel=3)
+
+    def pack(self) -> bytes:
+        """Return the entries that were used, for `unpack` on another host."""
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            for path in self.used:
+                archive.write(path, path.name)
+        return content.getvalue()
+
+    def unpack(self, content: bytes) -> None:
+        """Store what `pack` has returned. It is trusted no more than any other entry."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for name in archive.namelist():
+                write_whole(self.folder / Path(name).name, archive.read(name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self.folder.glob("*.npz")) if self.folder.is_dir() else 0

@@ -74,10 +74,10 @@ def plan(
     ready = _admitted(mesh, chosen)
     if cache is not None:
         # One that was prepared with more time comes first, on every host alike.
-        for entry in dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen)):
-            kept = cache.get(mesh, entry, neighbours_only=neighbours_only)
-            if kept is not None:
-                return kept
+        entries = dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen))
+        kept = cache.find(mesh, entries, neighbours_only=neighbours_only)
+        if kept is not None:
+            return kept
     schedule = _plan_between_neighbours(mesh, ready) if neighbours_only else ready.make(mesh)
     if verify or cache is not None:
         ensure_proven(schedule)

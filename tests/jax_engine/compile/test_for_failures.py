@@ -22,9 +22,9 @@ PATIENCE_S = 60.0
 """Far more than anything here takes, for machines that are busy with something else."""
 
 
-def session_of(*lost: int, timeline: Path | None = None) -> Session:
+def session_of(*lost: int | str, timeline: Path | None = None) -> Session:
     """A session whose fabrics are the numbers of the hosts that they have lost."""
-    one = SimpleNamespace(fabrics_ahead=lambda: iter([(i, i) for i in lost]), timeline=Timeline(timeline))
+    one = SimpleNamespace(fabrics_ahead=lambda **_: iter([(i, i) for i in lost]), timeline=Timeline(timeline))
     return cast(Session, one)
 
 
@@ -102,15 +102,28 @@ def test_a_build_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> 
     ]
 
 
+def test_whole_domains_are_named(tmp_path: Path) -> None:
+    def build(fabric: Any) -> None:
+        if fabric == "rack 7":
+            raise OSError("no space left")
+
+    one = session_of(0, "rack 7", "rack 8", timeline=tmp_path / "timeline.jsonl")
+    with pytest.warns(UserWarning, match="for the loss of domain rack 7 failed: OSError: no space left"):
+        ahead = run(one, build)
+    assert ahead.ready == [0, "rack 8"]
+    events = [(event.get("lost"), event.get("domain"), "problem" in event) for event in one.timeline.events]
+    assert events == [(0, None, False), (None, "rack 7", True), (None, "rack 8", False)]
+
+
 def test_losses_that_cannot_be_listed_are_reported() -> None:
-    def fabrics() -> Any:
+    def fabrics(*, is_divided: bool) -> Any:
         yield 0, 0
         raise RuntimeError("no devices")
 
     one = cast(Session, SimpleNamespace(fabrics_ahead=fabrics, timeline=Timeline(None)))
     with pytest.warns(UserWarning, match="the possible losses failed: RuntimeError: no devices"):
         ahead = run(one, lambda _: None)
-    assert ahead.ready == []
+    assert ahead.ready == [0], "each is built as soon as it is listed"
     assert one.timeline.events[-1]["problem"] == "RuntimeError: no devices"
 
 
@@ -127,7 +140,7 @@ def many(x):
     return x
 
 lowered, begun = jax.jit(many).lower(jnp.ones((4, 4))), threading.Event()
-session = types.SimpleNamespace(fabrics_ahead=lambda: iter([(0, None), (1, None)]), timeline=Timeline(None))
+session = types.SimpleNamespace(fabrics_ahead=lambda **_: iter([(0, None), (1, None)]), timeline=Timeline(None))
 
 def build(_):
     begun.set()

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import jax
 import numpy as np
 import optax
 import pytest
+from etils.epath import backend
 
 import meshmend as mm
 import meshmend.jax as mmj
@@ -29,7 +31,7 @@ from meshmend.jax.compile.saved import SavedSteps, shapes_of
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.job.model import Model
 from meshmend.jax.job.run import TrainingRun
-from meshmend.jax.session import initialize_alone
+from meshmend.jax.session import Session, initialize_alone
 from meshmend.jax.state.layout.state_layout import put as put_on
 from meshmend.jax.state.timetable import Wishes
 from meshmend.jax.state.voting import Ballot
@@ -56,7 +58,9 @@ def small() -> Fabric:
     return mmj.discover(jax.devices()[:12], shape="3x4")
 
 
-def steps_in(folder: Path, *, rate: float = 0.125, says: float = 0.0, prints: bool = False) -> SavedSteps:
+def steps_in(
+    folder: Path, *, rate: float = 0.125, says: float = 0.0, prints: bool = False, session: Session | None = None
+) -> SavedSteps:
     """A job on 12 devices, as a start of its script makes it; `says` is a rate that its fingerprint has instead."""
 
     def loss(w: Any, x: Any) -> Any:
@@ -69,7 +73,7 @@ def steps_in(folder: Path, *, rate: float = 0.125, says: float = 0.0, prints: bo
     def ingredients(fabric: Fabric, _: Any) -> tuple[Any, Any, Any]:
         return mmj.train_step(loss, optax.adam(rate), fabric, per_example=True), WEIGHTS, FEED.like(fabric)
 
-    return SavedSteps(folder, initialize_alone(small()), made_of, ingredients)
+    return SavedSteps(folder, session or initialize_alone(small()), made_of, ingredients)
 
 
 def said(steps: SavedSteps) -> dict[str, Any]:
@@ -312,6 +316,60 @@ def test_old_files_are_pruned_and_what_was_used_last_stays(tmp_path: Path) -> No
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == list(range(10, 30))
     steps.prune(most_bytes=250)
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == [28, 29]
+    steps.prune(most_bytes=50)
+    assert len(list(tmp_path.iterdir())) == 2, "one for the mesh and one per host stay: other hosts have just made them"
+
+
+def test_process_0_prunes_once_per_start(
+    tmp_path: Path, planned: TrainingPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned: list[int] = []
+    monkeypatch.setattr(SavedSteps, "prune", lambda self: pruned.append(self.session.launch.process))
+    for process in (0, 1):
+        session = steps_in(tmp_path).session
+        session = replace(session, launch=replace(session.launch, process=process, n_processes=2))
+        steps = steps_in(tmp_path, session=session)
+        for name in ("first.program", "second.program"):
+            assert steps._save(name, small(), planned.install(small())) == {"saved": name}
+    assert pruned == [0]
+
+
+def test_programs_may_be_in_a_bucket(planned: TrainingPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which fsspec has one in memory: paths are no files, and nothing is linked, renamed or touched."""
+    memory = fsspec.filesystem("memory")
+    monkeypatch.setattr(backend.fsspec_backend, "fs", lambda path: memory)
+    bucket: Any = "gs://bucket/programs"
+    first = steps_in(bucket)
+    bits = train(first.start(planned))
+    assert "was not saved" in said(first)["why_not_loaded"]
+    first.keep_own()
+    assert first.session.timeline.events[-1]["saved"].startswith("3x4.sharded.")
+    again = steps_in(bucket)
+    assert train(again.start(planned)) == bits
+    assert said(again)["loaded"] == first.session.timeline.events[-1]["saved"]
+    third = steps_in(bucket)
+    third.start(planned)
+    assert "did not finish a step" in said(third)["why_not_loaded"]
+    again.confirm()
+    fourth = steps_in(bucket)
+    fourth.start(planned)
+    assert "loaded" in said(fourth)
+
+
+def test_a_bucket_that_fails_costs_the_program_not_the_job(
+    planned: TrainingPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("503: try again later")
+
+    bucket: Any = "gs://bucket/programs"
+    steps = steps_in(bucket)
+    for name in ("exists", "mkdir", "read_bytes", "write_bytes"):
+        monkeypatch.setattr(type(steps.folder), name, fail)
+    train(steps.start(planned))
+    assert "cannot be read: 503: try again later" in said(steps)["why_not_loaded"]
+    steps.keep_own()
+    assert steps.session.timeline.events[-1]["why_not_saved"] == "503: try again later"
 
 
 def test_a_job_names_its_program_after_the_shape_of_an_example_on_any_fabric() -> None:

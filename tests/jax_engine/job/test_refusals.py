@@ -43,7 +43,10 @@ def with_another(change: Callable[[Any], Any]) -> Any:
 
 
 def changed(name: str, value: Any) -> Callable[[Any], Any]:
-    return lambda fact: fact | {name: value} if isinstance(fact, dict) and name in fact else fact
+    """Change a setting, which processes say together with the plan that they have."""
+    return lambda fact: (
+        [fact[0] | {name: value}, fact[1]] if isinstance(fact, list) and isinstance(fact[0], dict) else fact
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_processes_must_agree(tmp_path: Path) -> None:
         return mmj.Job(tmp_path / "shared", 32, session=with_another(change), disk_every=0, planner="hamiltonian")
 
     with pytest.raises(RestartError, match="shared is not one folder: processes 1 see another one than process 0"):
-        mmj_job(lambda fact: "job-0" if str(fact).startswith("job-") else fact)
+        train(mmj_job(changed("shared", "job-0")), 2)
     for name, value in (("steps", 3), ("samples", 7), ("batch", "KeepGlobal(8)"), ("sharded", True)):
         with pytest.raises(RestartError, match=f"different settings: {name} is .* on process 0 and .* on process 1"):
             train(mmj_job(changed(name, value)), 2)

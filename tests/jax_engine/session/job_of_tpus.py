@@ -84,7 +84,7 @@ def train(lost: str, side: str) -> dict[str, Any]:
 
     params = {"w": np.eye(8, dtype=np.float32)}
     more: Any = {"shardings": shardings, "update": "replicated"}
-    steps, ahead = STEPS if lost == "none" else STEPS + 1, list[int]()
+    steps, ahead = STEPS if lost == "none" else STEPS + 1, list[int | str]()
     for step in job.train(loss, optax.adam(0.1), params, x, steps=steps, **more):
         if step.number == STEPS == steps:
             assert job._run is not None

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import meshmend.jax as mmj
 from meshmend.errors import PlanError, RestartError
 from meshmend.jax.session import Session
 from meshmend.jax.session.coordination import Coordination, Protocol, Question
+from meshmend.jax.session.session import judge_plan
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch import Launch, Timeline
 from meshmend.launch.processes import free_port
-from meshmend.planning import PlanCache
+from meshmend.planning import Auto, PlanCache
 from protocols import run_together
 
 
@@ -148,26 +150,22 @@ def test_a_protocol_runs_to_its_end(service: Service) -> None:
     assert run_together([count(number) for number in (1, 2, 3)]).results == [24, 24, 24]
 
 
-@pytest.mark.parametrize(
-    ("contents", "expected", "n_reads"),
-    [
-        ([None, b"plan", None], b"plan", 2),
-        ([b"mine", b"plan", None], b"mine", 2),
-        ([b"plan", b"plan", b"plan"], b"plan", 0),
-        ([None, None, None], None, 0),
-    ],
-)
-def test_what_one_process_has_all_others_get(
-    contents: list[bytes | None], expected: bytes | None, n_reads: int, service: Service
-) -> None:
-    boards = [Coordination(process, 3) for process in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda one: one.share(contents[one.process]), boards)) == 3 * [expected]
-        assert service.calls["content"] == bool(n_reads)
+def test_what_one_process_sends_only_those_read_that_want_it(service: Service) -> None:
+    boards = [Coordination(process, 4) for process in range(4)]
+    made: list[int] = []
+
+    def send(one: Coordination) -> bytes | None:
+        def make() -> bytes:
+            made.append(one.process)
+            return b"plan"
+
+        return one.send(2, make, wants=one.process in (0, 3))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(send, boards)) == [b"plan", None, None, b"plan"]
+        assert (made, service.calls["content"], service.calls["waits"]) == ([2], 1, 2)
         list(pool.map(lambda one: one.exchange("next"), boards))
-    assert sorted(service.values) == ["meshmend/2/answer", "meshmend/2/facts/1", "meshmend/2/facts/2"], (
-        "it is forgotten"
-    )
+    assert not [key for key in service.values if key.endswith("content")], "it is forgotten"
 
 
 def test_a_channel_forgets_what_the_last_one_has_told(service: Service) -> None:
@@ -212,39 +210,102 @@ PARAMS = {"w": np.zeros((16, 16), np.float32)}
 FABRIC = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
 
 
-def sessions() -> list[Session]:
-    return [Session(FABRIC, Launch("x:1", 2, i), None, (0, 1), Coordination(i, 2), Timeline(None)) for i in range(2)]
+def sessions(n: int = 2) -> list[Session]:
+    hosts = tuple(range(n))
+    return [Session(FABRIC, Launch("x:1", n, i), None, hosts, Coordination(i, n), Timeline(None)) for i in hosts]
 
 
-def together(both: list[Session], ask: Callable[[Session], Any]) -> list[Any]:
+def together(all_of_them: list[Session], ask: Callable[[Session], Any]) -> list[Any]:
     def one(session: Session) -> Any:
         try:
             return ask(session)
         except (PlanError, RestartError, OSError) as error:
             return error
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, both))
+    with ThreadPoolExecutor(len(all_of_them)) as pool:
+        return list(pool.map(one, all_of_them))
+
+
+def make(cache: PlanCache) -> TrainingPlan:
+    return mmj.plan(FABRIC, PARAMS, cache=cache)
 
 
 @pytest.mark.usefixtures("service")
-def test_survivors_wait_for_a_plan_that_another_makes(tmp_path: Path) -> None:
-    made: list[str] = []
+def test_survivors_wait_for_a_plan_that_process_0_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that all share, they find it there, and it is not sent."""
+    made, auto = list[int](), Auto.make
 
-    def slow(session: Session) -> Any:
-        def make(cache: PlanCache) -> TrainingPlan:
-            if not made:
-                made.append("slowly")
-                time.sleep(1.0)
-            return mmj.plan(session.fabric, PARAMS, cache=cache)
+    def slow(self: Auto, mesh: Any) -> Any:
+        made.append(mesh.n_chips)
+        time.sleep(1.0)
+        return auto(self, mesh)
 
-        return session.agree_on_plan(make, tmp_path)
-
+    monkeypatch.setattr(Auto, "make", slow)
     both = sessions()
-    first, second = together(both, slow)
+    first, second = together(both, lambda session: session.agree_on_plan(make, tmp_path))
     assert first.digest == second.digest
-    assert [session.timeline.events[-1]["from_cache"] for session in both] == [False, True]
-    assert both[1].timeline.events[-1]["seconds"] >= 0.8
+    assert made == [12, 12], "the step's and that for scalars, on one process"
+    events = [session.timeline.events[-1] for session in both]
+    assert [event["from_cache"] for event in events] == [False, True]
+    assert events[1]["seconds"] >= 0.8
+
+
+@pytest.mark.parametrize("holders", [{}, {0}, {2}, {1, 3}, {0, 1, 2, 3}])
+def test_a_plan_that_any_process_has_in_its_own_cache_is_sent_to_those_that_lack_it(
+    holders: set[int], tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / str(process) for process in range(4)]
+    for process in holders:
+        make(PlanCache(folders[process]))
+    made, auto = list[Any](), Auto.make
+
+    def count(self: Auto, mesh: Any) -> Any:
+        made.append(mesh)
+        return auto(self, mesh)
+
+    monkeypatch.setattr(Auto, "make", count)
+    four = sessions(4)
+    asked = Question("a setting", lambda facts: facts)
+    found = together(four, lambda session: session.ask_and_plan(asked, make, folders[session.launch.process]))
+    assert [answer for answer, _ in found] == 4 * [4 * ["a setting"]]
+    assert len({plan.digest for _, plan in found}) == 1
+    assert len(made) == (0 if holders else 2)
+    sender = min(holders, default=0)
+    lacking = {0, 1, 2, 3} - (holders or {0})
+    for process, session in enumerate(four):
+        event = session.timeline.events[-1]
+        assert event.get("from_process") == (sender if process in lacking else None)
+        assert event["from_cache"] is (bool(holders) or process != 0)
+        kept = PlanCache(folders[process], is_complete=True)
+        assert make(kept).digest == found[0][1].digest, "at the next start it is in its own cache"
+    assert service.calls["content"] == bool(lacking)
+
+
+@pytest.mark.parametrize("n", [2, 100, 2240])
+def test_the_first_plan_counts_whatever_others_have(n: int) -> None:
+    def ask(process: int, has: str) -> Protocol[Any]:
+        return (yield Question([process, has], partial(judge_plan, judge=sum, make=lambda: "made")))
+
+    for holders, expected in (
+        ({}, {"sender": 0, "digest": "made", "is_lacking": True}),
+        (dict.fromkeys(range(n), "a"), {"sender": 0, "digest": "a", "is_lacking": False}),
+        ({n - 1: "b"}, {"sender": n - 1, "digest": "b", "is_lacking": True}),
+        (
+            {n // 2: "c"} | dict.fromkeys(range(n // 2 + 1, n), "d"),
+            {"sender": n // 2, "digest": "c", "is_lacking": True},
+        ),
+    ):
+        spoken = run_together([ask(process, holders.get(process, "")) for process in range(n)])
+        assert spoken.results == n * [{"answer": n * (n - 1) // 2} | expected]
+        assert (spoken.n_questions, max(spoken.answer_bytes) < 100) == (1, True)
+
+
+def test_nothing_is_planned_where_what_else_was_asked_is_refused() -> None:
+    def refuse(_: Any) -> None:
+        raise RestartError("different settings")
+
+    with pytest.raises(RestartError, match="different settings"):
+        judge_plan([("a", ""), ("b", "")], judge=refuse, make=lambda: pytest.fail("it plans"))
 
 
 @pytest.mark.usefixtures("service")
@@ -268,17 +329,22 @@ def test_a_planner_that_dies_of_something_else_is_reported(tmp_path: Path) -> No
     assert str(second) == "Process 0 has failed: OSError: stale file handle. See its log."
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.usefixtures("service")
-def test_processes_that_come_to_different_plans_say_so_before_the_first_step(tmp_path: Path) -> None:
+def test_a_process_that_would_run_another_plan_says_so_before_the_first_step(is_kept: bool, tmp_path: Path) -> None:
     """Whatever their caches hold: two caches, and another planner in one of them, as with another version."""
 
     def different(session: Session) -> Any:
         planner = ("hamiltonian", "row-pairs")[session.launch.process]
-        return session.agree_on_plan(lambda _: mmj.plan(FABRIC, PARAMS, planner=planner), tmp_path / planner)
+        folder = tmp_path / planner
+        if is_kept:
+            mmj.plan(FABRIC, PARAMS, planner=planner, cache=PlanCache(folder))
+        return session.agree_on_plan(lambda cache: mmj.plan(FABRIC, PARAMS, planner=planner, cache=cache), folder)
 
-    for error in together(sessions(), different):
-        assert isinstance(error, RestartError)
-        assert "Process 1 came to another plan than process 0" in str(error)
+    first, second = together(sessions(), different)
+    assert first.schedule.planner == "hamiltonian"
+    assert isinstance(second, RestartError)
+    assert "Process 1 came to another plan than process 0" in str(second)
 
 
 TWO = """
@@ -297,7 +363,7 @@ with initialize("2x4", "2x2", host_index=int(sys.argv[2]), launch=launch, timeou
     assert session.host_of_process == (0, 1)
 
     def slow(cache):
-        if sys.argv[2] == "0":
+        if not cache.is_complete:
             print("planning", flush=True)
             time.sleep(float(sys.argv[3]))
         return mmj.plan(session.fabric, {"w": np.zeros(64, np.float32)}, cache=cache)

@@ -1,8 +1,8 @@
 """Compile a training job's functions, for the current survivors and for those after the next failure.
 
 A compiled program names its devices by their numbers, and does not depend on how many other processes there are. So
-while all hosts are up, process 0 can compile for the loss of each, for devices with the numbers that the survivors'
-will have (`Session.fabrics_ahead`). A restart with a hole that has never happened then loads its programs (`saved`), or
+while all hosts are up, they can compile for the loss of each, for devices with the numbers that the survivors' will
+have (`Session.fabrics_ahead`). A restart with a hole that has never happened then loads its programs (`saved`), or
 finds them in XLA's compile cache.
 
 On a TPU the cache's key also has the slice's topology. Tests show that the survivors' programs are found by their keys
@@ -14,7 +14,6 @@ all.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import re
 import threading
@@ -135,12 +134,15 @@ def _check_result(layout: StateLayout, lowered: Any) -> None:
 
 
 class CompileAhead:
-    """Compiles for the loss of each single host, one after the other, in a thread of process 0.
+    """Compiles for each possible loss (`Session.fabrics_ahead`), one after the other, in a thread.
+
+    Process 0 does all of that, because JAX lets only this one write to XLA's cache. Where `build` saves what it
+    compiles, the losses may be divided among all processes: all are then covered in the time of about two, however many
+    hosts there are.
 
     `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own; a dict that it
-    returns goes into the timeline. `first()` and `plan(fabric)`, if they are given, are called before, the latter for
-    all losses: it only plans, because plans are quick and programs are not. Where `build` raises, that loss is left
-    out: the timeline says why, a warning says it once, and the next one is built.
+    returns goes into the timeline. `first()`, if it is given, is called before on process 0. Where `build` raises, that
+    loss is left out: the timeline says why, a warning says it once, and the next one is built.
 
     Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
     current build; no further one is started. The session then ends the process, and the build with it; without a
@@ -152,15 +154,15 @@ class CompileAhead:
         session: Session,
         build: Callable[[Fabric], Any],
         *,
-        plan: Callable[[Fabric], Any] | None = None,
         first: Callable[[], Any] | None = None,
+        is_divided: bool = False,
     ) -> None:
         self.session = session
         self.build = build
-        self.plan = plan
         self.first = first
-        self.ready: list[int] = []
-        """Hosts whose loss has been compiled for."""
+        self.is_divided = is_divided
+        self.ready: list[int | str] = []
+        """Hosts and failure domains whose loss this process has compiled for."""
         self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshmend-compile-ahead", daemon=True)
@@ -170,29 +172,24 @@ class CompileAhead:
         try:
             if self.first is not None and self.session.launch.process == 0:
                 self.first()
-            losses = list(self.session.fabrics_ahead())
-            for _, fabric in losses:
+            for lost, fabric in self.session.fabrics_ahead(is_divided=self.is_divided):
                 if self._stop.is_set():
                     return
-                if self.plan is not None:
-                    with contextlib.suppress(PlanError):
-                        self.plan(fabric)
-            for lost, fabric in losses:
-                if self._stop.is_set():
-                    return
-                with self.session.timeline.timed("compile ahead", lost=lost) as facts:
+                which = {"lost": lost} if isinstance(lost, int) else {"domain": lost}
+                with self.session.timeline.timed("compile ahead", **which) as facts:
                     facts |= self._build(lost, fabric)
         except Exception as error:
             # Whatever it is, an error in a thread would go unseen.
             self.session.timeline.note("compile ahead", problem=self._failed("the possible losses", error))
 
-    def _build(self, lost: int, fabric: Fabric) -> dict[str, Any]:
+    def _build(self, lost: int | str, fabric: Fabric) -> dict[str, Any]:
         try:
             facts = self.build(fabric)
         except PlanError as error:
             return {"problem": error.why}  # some losses have no plan: worth knowing, but nothing is broken
         except Exception as error:
-            return {"problem": self._failed(f"the loss of host {lost}", error)}
+            who = f"{'host' if isinstance(lost, int) else 'domain'} {lost}"
+            return {"problem": self._failed(f"the loss of {who}", error)}
         self.ready.append(lost)
         return facts if isinstance(facts, dict) else {}
 

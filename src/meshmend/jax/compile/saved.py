@@ -41,6 +41,7 @@ from meshmend.jax.compile.for_failures import CompileAhead, CompiledTrainStep, c
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.session.session import Session
+from meshmend.jax.state.disk.disk import as_path
 from meshmend.jax.state.memory.collect import leaders_of
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch.signing import file_key, is_signed, signature
@@ -48,7 +49,7 @@ from meshmend.launch.signing import file_key, is_signed, signature
 SPARE_FILES = 16
 """Files that are kept besides those for the mesh as it is and for each loss, twice: for two versions of a script."""
 MOST_BYTES = 8 << 30
-"""Bytes of all files together."""
+"""Bytes of all files together, beyond those for one version of a script."""
 SIGNATURE_BYTES = 64
 DIFFERENT = "processes have made different steps, or differ in versions, settings or kind of CPU"
 OTHER_SETTINGS = re.compile("cache|log_|traceback|locations|share_binary|coordination|preemption|leak")
@@ -60,18 +61,19 @@ class SavedSteps:
 
     `made_of` has by name all that the step depends on besides the plan and the fabric: its functions, its numbers, the
     shapes of parameters. `ingredients(fabric, program)` returns what `compile_train_step` takes: the train step,
-    parameters and a batch. `folder` is on a disk that all hosts share; only process 0 writes to it. Without one, or
-    without a key in the environment, steps are compiled and none is saved.
+    parameters and a batch. `folder` is on a disk that all hosts share, or in a bucket, as in "gs://bucket/programs":
+    each process writes what it compiles ahead to it. Without one, or without a key in the environment, steps are
+    compiled and none is saved.
     """
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path | str | None,
         session: Session,
         made_of: dict[str, Any],
         ingredients: Callable[[Fabric, Program], tuple[Any, Any, Any]],
     ) -> None:
-        self.folder = folder or Path()
+        self.folder: Any = as_path(folder or Path())
         self.session = session
         self.ingredients = ingredients
         self._key = file_key() if folder is not None else b""
@@ -84,7 +86,8 @@ class SavedSteps:
         self._own: tuple[str, CompiledTrainStep, bool] | None = None
         """What this job runs: its name, the step, and whether it was loaded."""
         self._is_saved = False
-        self._on_trial: Path | None = None
+        self._on_trial: Any = None
+        self._prunes = session.launch.process == 0 and isinstance(self.folder, Path)
 
     def start(self, planned: TrainingPlan) -> CompiledTrainStep:
         """Return the step of this session's fabric: loaded if every process can, else compiled. For every process."""
@@ -108,22 +111,29 @@ class SavedSteps:
                 compiled, facts["loaded"] = loaded, name
                 if is_writer:
                     self._on_trial = self._mark(name)
-                    with contextlib.suppress(OSError):  # a disk that fails does not stop the job
+                    with contextlib.suppress(Exception):  # a disk or a bucket that fails does not stop the job
                         self._on_trial.touch()
-                        os.utime(self.folder / name)  # what is used is pruned last
+                        if isinstance(self.folder, Path):
+                            os.utime(self.folder / name)  # what is used is pruned last
             self._own = name, compiled, compiled is loaded
         return compiled
 
     def confirm(self) -> None:
         """Say that a step has been made: what was loaded works."""
         if self._on_trial is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._on_trial.unlink(missing_ok=True)
             self._on_trial = None
 
     def ahead(self, plan: Callable[[Fabric], TrainingPlan]) -> CompileAhead:
-        """Save this session's step, then compile and save for the loss of each host, in a thread of process 0."""
-        return CompileAhead(self.session, lambda lost: self.prepare(lost, plan(lost)), plan=plan, first=self.keep_own)
+        """Save this session's step, then compile and save for the possible losses, in a thread of each process.
+
+        Where nothing is saved, only process 0 does: programs then go to JAX's cache, which no other one writes to.
+        """
+        is_divided = bool(self._made_of) and self.session.launch.n_processes > 1
+        return CompileAhead(
+            self.session, lambda lost: self.prepare(lost, plan(lost)), first=self.keep_own, is_divided=is_divided
+        )
 
     def prepare(self, fabric: Fabric, planned: TrainingPlan) -> dict[str, Any]:
         """Compile for a fabric that the job may be left with, and save it, unless that was done; return facts."""
@@ -169,12 +179,14 @@ class SavedSteps:
 
     def prune(self, *, most_bytes: int = MOST_BYTES) -> None:
         """Remove the files that were not used for longest, beyond a number of files and of bytes."""
-        most_files = 2 * (len(self.session.host_of_process) + 1) + SPARE_FILES
+        n_losses = len(self.session.host_of_process) + len({*self.session.fabric.domains})
+        most_files = 2 * (n_losses + 1) + SPARE_FILES
         newest_first = sorted(self._files(), key=lambda path: path.stat().st_mtime, reverse=True)
         n_bytes = 0
         for number, path in enumerate(newest_first):
             n_bytes += path.stat().st_size
-            if number and (number >= most_files or n_bytes > most_bytes):
+            # Those of one version of the script stay, whatever their bytes: other hosts have just made them.
+            if number > n_losses and (number >= most_files or n_bytes > most_bytes):
                 path.unlink(missing_ok=True)
                 self._mark(path.name).unlink(missing_ok=True)
 
@@ -202,35 +214,42 @@ class SavedSteps:
         self, name: str, fabric: Fabric, program: Program, compiled: CompiledTrainStep | None = None
     ) -> dict[str, Any]:
         """Save a step; return facts for the timeline."""
+        compiled = compiled or self._compile(fabric, program)
         try:
-            body = _dump(compiled or self._compile(fabric, program))
+            body = _dump(compiled)
+            content = signature(self._key, _kind(name), body).encode() + body
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / name, signature(self._key, _kind(name), body).encode() + body)
+            if isinstance(self.folder, Path):
+                write_whole(self.folder / name, content)
+            else:
+                (self.folder / name).write_bytes(content)  # an object of a bucket appears whole
             self._mark(name).unlink(missing_ok=True)
-            self.prune()
-        except (_NotSavedError, OSError) as error:
+            if self._prunes:  # once per start, because there may be thousands; a bucket does not say what was used
+                self._prunes = False
+                self.prune()
+        except Exception as error:  # whatever a disk or a bucket raises
             return {"why_not_saved": str(error)[:500]}
         return {"saved": name}
 
     def _read(self, name: str) -> memoryview:
         """Return what is in a file that this job has signed."""
-        if self._mark(name).exists():
-            raise _NotLoadedError("was loaded before, and that start did not finish a step")
         try:
-            content = (self.folder / name).read_bytes()
+            is_on_trial, content = self._mark(name).exists(), (self.folder / name).read_bytes()
         except FileNotFoundError:
             raise _NotLoadedError("was not saved") from None
-        except OSError as error:
+        except Exception as error:  # whatever a disk or a bucket raises
             raise _NotLoadedError(f"cannot be read: {error}") from error
+        if is_on_trial:
+            raise _NotLoadedError("was loaded before, and that start did not finish a step")
         body = memoryview(content)[SIGNATURE_BYTES:]
         if not is_signed(self._key, _kind(name), body, content[:SIGNATURE_BYTES].decode(errors="replace")):
             raise _NotLoadedError("is damaged, or was signed with another key (job or secret)")
         return body
 
-    def _mark(self, name: str) -> Path:
+    def _mark(self, name: str) -> Any:
         return (self.folder / name).with_suffix(".on-trial")
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[Any]:
         return list(self.folder.glob("*.program"))
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +29,7 @@ from meshmend.jax.job.run import RecoveryOptions, TrainingRun
 from meshmend.jax.job.step import JobStep
 from meshmend.jax.session.hardware import with_hardware
 from meshmend.jax.session.session import Session, initialize
-from meshmend.jax.session.shared_folder import SharedFolder, check_shared, open_shared
+from meshmend.jax.session.shared_folder import SharedFolder, open_shared
 from meshmend.jax.session.single_process import initialize_alone, is_launched
 from meshmend.jax.state import Resumed
 from meshmend.launch.environment import SHARED
@@ -62,7 +61,7 @@ class Job:
     the start. Plans are made for the bytes that the model sends and for `hardware`, a preset's name or a file; by
     default for what the job has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for
     the devices' preset.
-    With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With
+    With `compile_ahead`, hosts compile for the loss of each other while the job trains. With
     `checks`, as in `Checks()`, chips that compute wrong numbers or are slow are looked for and left out, and the job
     goes back to the last state that is known to be good. `session` is for scripts that call `initialize` themselves,
     and end it, too.
@@ -111,7 +110,6 @@ class Job:
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
         joined = with_hardware(joined, self.shared.hardware, hardware, measures=is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
-        self.session.coordination.decide(self.shared.name, partial(check_shared, self.shared))
 
     @property
     def fabric(self) -> Fabric:

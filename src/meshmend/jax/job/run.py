@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ from meshmend.jax.job.interrupts import Interrupts
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
 from meshmend.jax.job.model import Model
 from meshmend.jax.job.step import JobStep
-from meshmend.jax.session.coordination import Facts
+from meshmend.jax.session.coordination import Facts, Question
 from meshmend.jax.session.session import RECOVERY_BUDGET_S, Session
-from meshmend.jax.session.shared_folder import SharedFolder
+from meshmend.jax.session.shared_folder import SharedFolder, check_shared
 from meshmend.jax.session.survivors import read_untrusted
 from meshmend.jax.state import Keeper, fetch
-from meshmend.jax.train.plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
-from meshmend.planning import PlanCache, Planner, StepDemands
+from meshmend.jax.train.plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan, workload_of
+from meshmend.planning import PlanCache, Planner, StepDemands, Workload
 
 LOGGER = logging.getLogger(__name__)
 AHEAD_AFTER = 3
@@ -113,9 +114,10 @@ class TrainingRun:
         self._interrupts = Interrupts()
         if options.checks is not None:
             check_possible(options.checks, model, session.fabric)
-        untrusted = self._agree()
-        self.plan = session.agree_on_plan(self._plan_own, options.shared.plans)
-        demands = self._demands(self.plan)
+        self._update: PlannedUpdate = "fsdp" if model.is_fsdp else "sharded" if is_sharded else "replicated"
+        self._outline = model.outline(session.fabric)
+        untrusted, self.plan = self._agree()
+        demands = self._demands(self.plan.workload)
         if session.launch.process == 0 and demands is not None:
             demands.write(options.shared.path)  # so that `meshmend prepare --shared` can plan the same ahead
         self._saved_steps = SavedSteps(options.shared.programs, session, self._made_of(), self._ingredients)
@@ -301,24 +303,12 @@ class TrainingRun:
         if self.session.launch.n_processes == 1 and self.found.step < self.number < self.last:
             keeper.keep_last(self.number, self.params, self._state, self._extra(self._at))
 
-    def _plan_own(self, cache: PlanCache) -> TrainingPlan:
-        """Return the plan for this job's own fabric; refuse a new job whose planner would not serve the next loss."""
-        found = self._plan(self.session.fabric, cache)
-        demands = self._demands(found)
-        with suppress(ParameterError):
-            if StepDemands.read(self.options.shared.path).planner == self.options.planner:
-                return found  # it goes on as long as it can
-        if demands is not None:
-            check_losses(self.session, demands)
-        return found
-
     def _plan(self, fabric: Fabric, cache: PlanCache) -> TrainingPlan:
         """Return the plan for what this job sends, on any fabric that it may find itself on."""
-        update: PlannedUpdate = "fsdp" if self.model.is_fsdp else "sharded" if self.is_sharded else "replicated"
         return plan(
             fabric,
-            self.model.outline(fabric),
-            update=update,
+            self._outline if fabric is self.session.fabric else self.model.outline(fabric),
+            update=self._update,
             shardings=self.model.shardings,
             accumulate_dtype=self.model.accumulate_dtype,
             planner=self.options.planner,
@@ -326,14 +316,14 @@ class TrainingRun:
             budget_s=RECOVERY_BUDGET_S,
         )
 
-    def _demands(self, made: TrainingPlan) -> StepDemands | None:
+    def _demands(self, workload: Workload) -> StepDemands | None:
         """Return what this job plans for, on whatever chips are left; None if its planner has no name."""
         fabric, planner = self.session.fabric, self.options.planner
         chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
         tile = None if self.session.cut is None else self.session.cut.side
         if not isinstance(planner, str):
             return None
-        return StepDemands(made.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
+        return StepDemands(workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
 
     def _made_of(self) -> dict[str, Any]:
         """Return all that the train step depends on: of whole parameters and of an example, their shapes."""
@@ -369,13 +359,15 @@ class TrainingRun:
         """Return the parameters after the last step so far, as NumPy arrays."""
         return self.model.fetch(self.params, self.session.fabric, self._compiled.program)
 
-    def _agree(self) -> list[tuple[int, int]]:
-        """Return which states are not to be trusted, by the fault log that process 0 sees.
+    def _agree(self) -> tuple[list[tuple[int, int]], TrainingPlan]:
+        """Return which states are not to be trusted, by the fault log that process 0 sees, and the plan.
 
         Raises on every process if they were not given the same things to do.
         """
+        session, shared = self.session, self.options.shared
         mine = {
             **self._data,
+            "shared": shared.name,
             "steps": self.last,
             "batch": repr(self.feed.policy),
             "sharded": "fsdp" if self.model.is_fsdp else self.is_sharded,
@@ -384,14 +376,28 @@ class TrainingRun:
             "disk": str(self.options.disk),
             "start_from": None if self.options.start_from is None else str(self.options.start_from),
             "checks": repr(self.options.checks),
-            "tile": self.session.cut,
+            "tile": session.cut,
         }
 
         def judge(everybody: Facts) -> list[tuple[int, int]]:
+            check_shared(shared, [facts["shared"] for facts in everybody])
             check_same_settings(everybody)
-            return read_untrusted(self.options.shared.path)
+            self._check_planner()
+            return read_untrusted(shared.path)
 
-        return [(attempt, step) for attempt, step in self.session.coordination.decide(mine, judge)]
+        untrusted, made = session.ask_and_plan(Question(mine, judge), partial(self._plan, session.fabric), shared.plans)
+        return [(attempt, step) for attempt, step in untrusted], made
+
+    def _check_planner(self) -> None:
+        """Refuse a new job whose planner would not serve the next loss."""
+        with suppress(ParameterError):
+            if StepDemands.read(self.options.shared.path).planner == self.options.planner:
+                return  # it goes on as long as it can
+        fabric = self.session.fabric
+        options: Any = {"shardings": self.model.shardings, "accumulate_dtype": self.model.accumulate_dtype}
+        demands = self._demands(workload_of(fabric, self._outline, update=self._update, **options))
+        if demands is not None:
+            check_losses(self.session, demands)
 
     def _check_found(self) -> None:
         """Raise if the data have changed since the state was kept, or if processes begin with different parameters."""
@@ -447,9 +453,10 @@ def check_losses(session: Session, demands: StepDemands) -> None:
     """Raise `PlanError` if a planner that was named does not serve what a loss would leave, and others do.
 
     Nothing is planned, and at most `MOST_LOSSES` are looked at. A job that the launcher would not start again without
-    the lost host is not concerned.
+    the lost host is not concerned, nor one that its planner does not serve now: planning will say so.
     """
-    if demands.planner == "auto" or len(session.launch.hosts) <= session.launch.least:
+    chips = session.fabric.chips if isinstance(session.fabric, TiledFabric) else session.fabric
+    if demands.planner == "auto" or len(session.launch.hosts) <= session.launch.least or demands.refusal(chips.mesh):
         return
     for lost, fabric in session.fabrics_ahead(MOST_LOSSES):
         refused = demands.refusal(fabric.chips.mesh if isinstance(fabric, TiledFabric) else fabric.mesh)

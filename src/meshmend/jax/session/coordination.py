@@ -13,7 +13,6 @@ others wait for it, because a dead process is not theirs to find: the launcher's
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import zlib
@@ -133,23 +132,19 @@ class Coordination:
         number = next(self._numbers)
         return self._answer(number, make) if self._leads else self._hear(number)
 
-    def share(self, mine: bytes | None) -> bytes | None:
-        """Return the content that the first process with any has, on every process; None if none has any.
+    def send(self, sender: int, make: Callable[[], bytes], *, wants: bool) -> bytes | None:
+        """Send what one process makes to those that want it, and return it there; None on all others.
 
-        It is sent only where a process has nothing or something else, and read only there. For what a few processes
-        have in a cache of their own, such as a plan or a compiled program.
+        For what a few processes have and an answer is too short for, such as a plan.
         """
-        digest = "" if mine is None else hashlib.sha256(mine).hexdigest()
-        told = self.decide(digest, _who_shares)
-        number = next(self._numbers)
-        if told["lacking"]:
-            if told["sender"] == self.process and mine is not None:
-                self._post(f"{number}/content", mine)
-            elif told["digest"] != digest:
-                whom = f"process {told['sender']}, which sends what it has"
-                mine = self._wait_for(f"{self._keys}{number}/content", time.monotonic(), whom)
-            self._answered += [number] * self._leads
-        return mine
+        number, content = next(self._numbers), None
+        if self.process == sender:
+            self._post(f"{number}/content", make())
+        elif wants:
+            whom = f"process {sender}, which sends what it has"
+            content = self._wait_for(f"{self._keys}{number}/content", time.monotonic(), whom)
+        self._answered += [number] * self._leads
+        return content
 
     def close(self) -> None:
         """Delete what is left of these exchanges, when all processes are done with them."""
@@ -233,12 +228,6 @@ def _reach(process: int, use: Callable[Concatenate[KeyValueStore, P], T], *args:
 def describe(error: BaseException) -> str:
     """Return an error's kind and its message, shortened, as other processes are told."""
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-def _who_shares(digests: list[str]) -> dict[str, Any]:
-    """Return who sends its content to the others, given the digest of each one's, and whether any of them lacks it."""
-    sender = next((process for process, digest in enumerate(digests) if digest), 0)
-    return {"sender": sender, "digest": digests[sender], "lacking": len({*digests}) > 1}
 
 
 def _sealed(fact: Any) -> bytes:

@@ -6,6 +6,7 @@ What is missing is the hole. Every process sees the same hosts, and raises the s
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import ipaddress
 import json
@@ -13,10 +14,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
@@ -29,7 +32,7 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.private import joined_as
 from meshmend.jax.engine.tiles import TiledFabric, tile
 from meshmend.jax.session.compile_cache import use_compile_cache, use_no_compile_cache
-from meshmend.jax.session.coordination import Coordination
+from meshmend.jax.session.coordination import Coordination, Facts, Question
 from meshmend.jax.session.gloo import listen_where_reached
 from meshmend.jax.session.survivors import (
     agree_on_quarantine,
@@ -38,6 +41,7 @@ from meshmend.jax.session.survivors import (
     fabric_without,
     find_fabric,
     processes_of,
+    share_losses,
 )
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch.addresses import family_of, is_loopback, join_address, split_address
@@ -120,63 +124,112 @@ class Session:
     def agree_on_plan(
         self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
     ) -> TrainingPlan:
-        """Return what `make` plans, the same on every process.
+        """Return what `make` plans, the same on every process: see `ask_and_plan`."""
+        return self.ask_and_plan(Question(None, lambda _: None), make, cache)[1]
 
-        Process 0 plans what is not in the cache yet, and all others find it there. They wait for it as long as it is
-        alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
+    def ask_and_plan(
+        self,
+        question: Question,
+        make: Callable[[PlanCache], TrainingPlan],
+        cache: PlanCache | str | Path | None = None,
+    ) -> tuple[Any, TrainingPlan]:
+        """Ask a question, and on the same occasion agree on a plan; return its answer and the plan, the same on all.
+
+        Each process looks for the plan in its own cache, which may be on a disk that all share, or on its own. The plan
+        of the first process that has one counts. Where none has it, process 0 plans once it has judged the question;
+        the others wait for it as long as it is alive, and raise its error if it has none. Those that still lack the
+        plan are sent it, and keep it in their caches. `make` must use the cache that it is given.
         """
-        store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        found: TrainingPlan | None = None
+        folder = (cache if isinstance(cache, PlanCache) else PlanCache(cache)).folder
+        used, is_planned = PlanCache(folder, is_complete=True), False
+        made: TrainingPlan | None = None
 
-        def plan_first() -> bool:
-            nonlocal found
-            before = len(store)
-            found = make(store)
-            return len(store) == before
+        def look() -> str:
+            nonlocal made
+            with contextlib.suppress(Exception):  # whatever is wrong, process 0 raises it for all when it plans
+                made = make(used)
+            return made.digest if made else ""
+
+        def plan_here() -> str:
+            nonlocal used, made, is_planned
+            used, is_planned = PlanCache(folder), True
+            made = make(used)
+            return made.digest
 
         with self.timeline.timed("plan") as facts:
-            was_there = self.coordination.tell(plan_first)
-            made = found or make(store)
-            facts["from_cache"] = self.launch.process != 0 or was_there
+            judge = partial(judge_plan, judge=question.judge, make=plan_here)
+            told = self.coordination.decide([question.fact, look()], judge)
+            sender, digest = int(told["sender"]), str(told["digest"])
+            if told["is_lacking"]:
+                # Where the folder is on a disk that all share, what process 0 has made is there now.
+                lacks = (made is None or made.digest != digest) and look() != digest
+                content = self.coordination.send(sender, used.pack, wants=lacks)
+                if content is not None:
+                    with tempfile.TemporaryDirectory() as received:
+                        PlanCache(received).unpack(content)
+                        made = make(PlanCache(received))  # plans what the sender could not store
+                    with contextlib.suppress(OSError):
+                        PlanCache(folder).unpack(content)
+                    facts["from_process"] = sender
+            if made is None or made.digest != digest:
+                raise RestartError(
+                    f"Process {self.launch.process} came to another plan than process {sender}, so that their programs "
+                    "would not fit. Give all of them the same script and versions, or empty the folder of plans."
+                )
+            facts["from_cache"] = not is_planned
             facts["planner"], facts["steps"] = made.schedules[0].planner, made.schedules[0].n_steps
-            self.coordination.decide(made.digest, check_same_plan)
-            return made
+        return told["answer"], made
 
-    def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
-        """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+    def fabrics_ahead(self, most: int | None = None, *, is_divided: bool = False) -> Iterator[tuple[int | str, Fabric]]:
+        """Return what the fabric would be after each possible loss: (who is lost, the fabric).
 
-        With `most`, of at most so many hosts from the first to the last, evenly spread.
+        That is each single host, by its number, and then all hosts of a failure domain at once, by the domain's name.
+        With `most`, only single hosts, and at most so many from the first to the last, evenly spread. Process 0 has all
+        of them and the others none; or if `is_divided`, each has its share (`share_losses`).
 
-        Its devices are there only to compile for, and only on process 0. They have the numbers that the survivors'
-        will have, so that what is compiled for them goes into the compile cache under the key that the restarted job
-        will look up. Where hosts are given by their numbers, processes and their devices are numbered anew after a
-        loss, so those of the first processes stand in for the survivors. Where devices report coordinates (TPU), the
-        chips of each process are a hole in turn, and its number stands for the host; a TPU device's number is its
-        place in the slice, which does not change with who is missing, so the survivors stand for themselves.
+        Devices are there only to compile for. They have the numbers that the survivors' will have, so that what is
+        compiled for them goes into the compile cache under the key that the restarted job will look up. Where hosts are
+        given by their numbers, processes and their devices are numbered anew after a loss, so those of the first
+        processes stand in for the survivors. Where devices report coordinates (TPU), the chips of each process are a
+        hole in turn, and its number stands for the host; a TPU device's number is its place in the slice, which does
+        not change with who is missing, so the survivors stand for themselves.
 
         Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
         """
-        if self.launch.process != 0:
+        if self.launch.process != 0 and not is_divided:
             return
         devices = jax.devices()
         chips = self.fabric.chips if isinstance(self.fabric, TiledFabric) else self.fabric
-        losses = processes_of(devices) if self.hosts is None else self.host_of_process
-        n_asked = len(losses) if most is None else min(most, len(losses))
-        for lost in (losses[i] for i in np.linspace(0, len(losses) - 1, n_asked).astype(int)):
+        here = processes_of(devices) if self.hosts is None else self.host_of_process
+        losses: list[tuple[int | str, Collection[int]]] = [(host, [host]) for host in here]
+        if most is not None:
+            losses = [losses[i] for i in np.linspace(0, len(here) - 1, min(most, len(here))).astype(int)]
+        else:
+            of_domain: dict[str, set[int]] = {}
+            for host, domain in zip(here, chips.domains, strict=False):
+                of_domain.setdefault(domain, set()).add(host)
+            losses += [(name, lost) for name, lost in of_domain.items() if name and 1 < len(lost) < len(here)]
+        if is_divided:
+            taken = [[here.index(host) for host in lost] for _, lost in losses]
+            shares = share_losses(taken, self.launch.n_processes, are_renumbered=self.hosts is not None)
+            losses = [loss for loss, process in zip(losses, shares, strict=True) if process == self.launch.process]
+        for name, lost in losses:
             try:
                 fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
                 if fabric is None or not fabric.mesh.is_connected:
                     continue
                 # The restarted job plans for what was measured, too, and hosts stay in their failure domains. Where
                 # hosts are given by their numbers, processes are numbered anew.
-                stay = [domain for host, domain in zip(losses, chips.domains, strict=False) if host != lost]
+                stay = [domain for host, domain in zip(here, chips.domains, strict=False) if host not in lost]
                 domains = chips.domains if self.hosts is None else tuple(stay)
                 fabric = replace(fabric, hardware=chips.hardware, domains=domains)
                 if self.cut is not None:
                     fabric = self.cut.of(fabric)
             except (MeshError, QuarantineError, RestartError):
                 continue  # the restarted job would stop there, too
-            yield lost, fabric
+            if is_divided and self.launch.process not in {one.process_index for one in fabric.jax_mesh.devices.flat}:
+                continue  # no tile has a chip of the host that this process stands for: the restarted job would stop
+            yield name, fabric
 
     def __enter__(self) -> Self:
         return self
@@ -219,14 +272,18 @@ class Session:
         """Raise what a thread has ended the job with, where that has not ended the process."""
 
 
-def check_same_plan(digests: list[str]) -> None:
-    """Raise if one of the processes has another plan: their chips would wait for each other for ever."""
-    other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise RestartError(
-            f"Process {other} came to another plan than process 0, so that their programs would not fit. Give all of "
-            "them the same script, versions and shared folder; if that is so, empty the folder's `plans`."
-        )
+def judge_plan(
+    everybody: list[tuple[Any, str]], *, judge: Callable[[Facts], Any], make: Callable[[], str]
+) -> dict[str, Any]:
+    """Judge what all have said of something else, then say whose plan counts, given the digest of each one's plan.
+
+    Where nobody has a plan, `make` plans on process 0, and returns the digest.
+    """
+    answer, digests = judge([fact for fact, _ in everybody]), [digest for _, digest in everybody]
+    if not any(digests):
+        digests[0] = make()
+    sender = next(process for process, digest in enumerate(digests) if digest)
+    return {"answer": answer, "sender": sender, "digest": digests[sender], "is_lacking": len({*digests}) > 1}
 
 
 def is_orderly(error: BaseException | None) -> bool:

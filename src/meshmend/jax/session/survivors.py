@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,22 +107,39 @@ def processes_of(devices: Sequence[Any]) -> list[int]:
 
 
 def fabric_without(
-    lost: int,
+    lost: Collection[int],
     hosts: Hosts | None,
     numbers: Sequence[int],
     devices: Sequence[Any],
     shape: Sequence[int] | str | None,
     quarantined: Sequence[Quarantined] = (),
 ) -> Fabric | None:
-    """Return what the fabric would be after the loss of a host, None where no host is left: see `fabrics_ahead`.
+    """Return what the fabric would be after the loss of some hosts, None where no host is left: see `fabrics_ahead`.
 
-    `lost` is one of the `numbers`, or without `hosts` the number of a process.
+    `lost` has some of the `numbers`, or without `hosts` numbers of processes.
     """
     if hosts is not None:
-        left = [number for number in numbers if number != lost]
+        left = [number for number in numbers if number not in lost]
         return fabric_of_hosts(hosts, left, devices, quarantined) if left else None
-    survivors = [device for device in devices if device.process_index != lost]
+    survivors = [device for device in devices if device.process_index not in lost]
     return leave_out(discover(survivors, shape=shape), quarantined, None) if survivors else None
+
+
+def share_losses(losses: Sequence[Collection[int]], n_processes: int, *, are_renumbered: bool) -> list[int]:
+    """Return for each of the possible losses, given as processes, the one that compiles for it.
+
+    They take turns, from the first to the last, and nobody compiles for a loss in which it has no device: the lost
+    ones themselves; or where survivors `are_renumbered`, so that the first processes stand in for them, the last ones.
+
+    >>> share_losses([[0], [1], [2], [0, 1]], 3, are_renumbered=True)
+    [0, 1, 1, 0]
+    """
+    found = []
+    for number, lost in enumerate(losses):
+        turns = ((number - back) % n_processes for back in range(n_processes))
+        gone = range(n_processes - len(lost), n_processes) if are_renumbered else lost
+        found.append(next(one for one in turns if one not in gone))
+    return found
 
 
 def leave_out(fabric: Fabric, quarantined: Sequence[Quarantined], hosts: Hosts | None) -> Fabric:
