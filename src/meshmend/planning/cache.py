@@ -20,6 +20,7 @@ from typing import Any
 
 from meshmend.cost import Hardware
 from meshmend.errors import CacheWarning, MeshmendError, ScheduleFileError
+from meshmend.files import cache_folder
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner, is_between_neighbours
 from meshmend.schedule import Schedule
@@ -31,12 +32,6 @@ RECIPE = 5
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
 PREPARED_BUDGET_S = 60.0
 """CPU seconds for each plan that is made before anybody waits for it, as by `meshmend prepare`."""
-
-
-def default_folder() -> Path:
-    """Return where plans are kept by default: `$XDG_CACHE_HOME/meshmend`, or `~/.cache/meshmend`."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "meshmend"
 
 
 class PlanCache:
@@ -53,7 +48,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = Path(folder) if folder is not None else default_folder()
+        self.folder = Path(folder) if folder is not None else cache_folder()
 
     def path(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Path:
         """Return the file that holds, or would hold, this planner's schedule for `mesh`."""

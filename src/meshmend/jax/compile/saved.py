@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from meshmend.buckets import Folder, is_bucket
 from meshmend.errors import TransientError
 from meshmend.files import write_whole
 from meshmend.jax.compile.fingerprint import UnidentifiedError, fingerprint, sources, stamp
@@ -66,7 +67,7 @@ class SavedSteps:
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Folder | None,
         session: Session,
         made_of: dict[str, Any],
         ingredients: Callable[[Fabric, Program], tuple[Any, Any, Any]],
@@ -169,6 +170,8 @@ class SavedSteps:
 
     def prune(self, *, most_bytes: int = MOST_BYTES) -> None:
         """Remove the files that were not used for longest, beyond a number of files and of bytes."""
+        if is_bucket(self.folder):
+            return  # which has room, and rules of its own for what is old
         most_files = 2 * (len(self.session.host_of_process) + 1) + SPARE_FILES
         newest_first = sorted(self._files(), key=lambda path: path.stat().st_mtime, reverse=True)
         n_bytes = 0
