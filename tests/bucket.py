@@ -1,7 +1,8 @@
-"""A bucket on this machine, in a process of its own: gcp-storage-emulator, with one promise of Google's that it lacks.
+"""A bucket on this machine, in a process of its own: gcp-storage-emulator, with Google's generations.
 
-An upload that asks for it (ifGenerationMatch=0) creates an object or fails with 412; the emulator would replace it. It
-serves one request after the other, so looking and creating are one.
+They refuse an upload (412) if the object has not the generation that was asked for (ifGenerationMatch; 0: is not there)
+and say with each download which generation it is; the emulator does neither. It serves one request after the other, so
+looking and writing are one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Bucket:
 
     def __enter__(self) -> Self:
         command = [sys.executable, str(Path(__file__).absolute())]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._server = subprocess.Popen(command, **pipes, text=True)
         assert self._server.stdout is not None
         self._port = int(self._server.stdout.readline())
         self.url = f"http://127.0.0.1:{self._port}"
@@ -46,6 +48,7 @@ class Bucket:
             "TENSORSTORE_GCS_HTTP_URL": self.url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
             "GCE_METADATA_ROOT": "127.0.0.1:1",  # nobody asks a metadata server, nor waits for one
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket, with credentials
         }
 
     def names(self, prefix: str = "") -> list[str]:
@@ -71,16 +74,31 @@ def serve() -> None:
     from gcp_storage_emulator import server
     from gcp_storage_emulator.handlers import objects
 
+    def generation(request: Any, storage: Any, name: str) -> str:
+        found = storage.objects.get(request.params["bucket_name"], {}).get(name)
+        return "0" if found is None else str(found["generation"])
+
     def insert(request: Any, response: Any, storage: Any) -> None:
-        if request.query.get("ifGenerationMatch") == ["0"]:
+        if wanted := request.query.get("ifGenerationMatch"):
             named = request.query.get("name") or [request.data["meta"]["name"]]
-            if storage.buckets and named[0] in storage.objects.get(request.params["bucket_name"], {}):
+            if wanted[0] != generation(request, storage, named[0]):
                 response.status = HTTPStatus.PRECONDITION_FAILED
                 return
-        objects.insert(request, response, storage)
+        plain_insert(request, response, storage)
 
+    def download(request: Any, response: Any, storage: Any) -> None:
+        there = generation(request, storage, request.params["object_id"])
+        response["x-goog-generation"] = there
+        if request.query.get("ifGenerationNotMatch") == [there]:
+            response.status = HTTPStatus.NOT_MODIFIED
+        else:
+            plain_download(request, response, storage)
+
+    plain_insert, plain_download = objects.insert, objects.download
+    objects.download = download
+    ours = {plain_insert: insert, plain_download: download}
     for _, methods in server.HANDLERS:
-        methods |= {method: insert for method, handler in methods.items() if handler is objects.insert}
+        methods |= {method: ours.get(handler, handler) for method, handler in methods.items()}
     http.server.HTTPServer.request_queue_size = 128
     emulator = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket=NAME)
     emulator.start()

@@ -77,6 +77,7 @@ class Machines:
         self.own.mkdir()
         self.lines: list[tuple[int | str, str]] = []
         self.processes: dict[int | str, subprocess.Popen[str]] = {}
+        self._readers: dict[int | str, threading.Thread] = {}
         self._env = os.environ | bucket.environment | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "300"}
         self._store = f"127.0.0.1:{free_port('127.0.0.1')}"
         (folder / "secret").write_text(secrets.token_hex(32))
@@ -99,10 +100,12 @@ class Machines:
 
         def read() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                self.lines.append((name, line.rstrip("\n")))
+            with process.stdout:
+                for line in process.stdout:
+                    self.lines.append((name, line.rstrip("\n")))
 
-        threading.Thread(target=read, daemon=True).start()
+        self._readers[name] = threading.Thread(target=read, daemon=True)
+        self._readers[name].start()
 
     def start_store(self) -> None:
         words = ("--listen", self._store, "--folder", str(self.events), "--secret-file", str(self.folder / "secret"))
@@ -127,6 +130,7 @@ class Machines:
         with contextlib.suppress(ProcessLookupError):
             self.processes[host].send_signal(signal.SIGKILL)
         self.processes.pop(host).wait()
+        self._readers.pop(host).join(60)  # until nobody of that host is left who could write
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         def holds() -> Any:
@@ -193,7 +197,7 @@ def test_a_job_without_a_common_folder_outlives_its_hosts(machines: tuple[Machin
     job.lines.clear()
     for host in range(3):
         job.start(host)
-    job.until(lambda: {*job.processes.values()} and all(p.poll() == 0 for p in job.processes.values()), "the end")
+    job.until(lambda: all(process.poll() == 0 for process in job.processes.values()), "the end")
     assert job.saw("step 21 on 5")
     ended = {re.sub(r".*?params", "params", line) for _, line in job.lines if "params [" in line}
     # Gradients do not depend on the parameters here, and each sample was used once per epoch: sums of whole numbers.
