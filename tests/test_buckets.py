@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from bucket import Bucket
-from commandline import run
+from commandline import run, run_json
 from meshmend.buckets import SharedFile, as_os_errors, as_path, create, is_bucket, own_folder, writable_path
 from meshmend.cost import find_hardware
 from meshmend.cost.hardware import read_hardware, write_hardware
-from meshmend.errors import MissingExtraError, ParameterError, QuarantineError
+from meshmend.doctor.probes import try_shared
+from meshmend.errors import MeshmendError, MissingExtraError, ParameterError, QuarantineError, RestartError
 from meshmend.launch import host as host_module
 from meshmend.launch.host import HostDescription, check_admitted
 from meshmend.launch.hosts import Hosts
@@ -29,6 +30,11 @@ from meshmend.quarantine import FaultLog, Observation, QuarantineList, Suspect, 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("gcsfs")
 pytest.importorskip("gcp_storage_emulator")
+pytest.importorskip("orbax.checkpoint")
+
+from meshmend.jax.session.shared_folder import open_shared  # noqa: E402
+from meshmend.jax.state.disk import disk as disk_module  # noqa: E402
+
 HOSTS = Hosts.of("4x4", "2x2")
 
 
@@ -191,6 +197,86 @@ def test_what_a_step_is_planned_for_and_the_hardware_are_in_the_bucket(job: str)
         read_hardware(path)
     write_hardware(hardware, path, {})
     assert read_hardware(path) == hardware
+
+
+def test_prepare_reads_the_bucket_and_fills_this_hosts_cache(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    StepDemands(Workload(8192), find_hardware("tpu-v6e")).write(as_path(job))
+    facts = run_json("prepare", "4x4", "--host", "2x2", "--shared", f"{job}/")
+    assert facts["cache"] == str(own_folder(job) / "plans")
+    assert facts["plans"] == 5
+    assert list((own_folder(job) / "plans").glob("*.npz"))
+
+
+def test_two_parts_of_a_job_never_claim_the_same_attempt(job: str) -> None:
+    one, other = disk_module.Disk(job), disk_module.Disk(job)
+    claimed, refused = list[int](), list[str]()
+
+    def claim(number: int) -> None:
+        try:
+            disk_module.Disk(job).hold_claim(1)
+            claimed.append(number)
+        except disk_module.SupersededError as error:
+            refused.append(str(error))
+
+    assert one.claimed() == 0
+    in_threads(4, claim)
+    assert (len(claimed), len(refused)) == (1, 3)
+    assert set(refused) == {"Another part of this job continues as attempt 1: this one must stop."}
+    one.hold_claim(2)
+    one.hold_claim(2)
+    other.hold_claim(3)
+    with pytest.raises(disk_module.SupersededError, match="continues as attempt 3, while this one was attempt 2"):
+        one.hold_claim(2)
+
+
+def test_checkpoints_of_a_bucket_are_set_aside_and_those_of_before_go(job: str, server: Bucket) -> None:
+    disk, prefix = disk_module.Disk(job), job.removeprefix("gs://bucket/")
+    for step in (3, 5):
+        for name in ("state/values", disk_module.COMMITTED):
+            server.put(f"{prefix}/{step}/{name}", b"x")
+    server.put(f"{prefix}/7/state/values", b"x")
+    assert disk.steps() == [3, 5], "what has no mark is not complete"
+    assert disk.set_aside_all_but({3}) == [5]
+    assert disk.steps() == [3]
+    kept = {f"{prefix}/{disk_module.ABANDONED}/5/{name}" for name in ("state/values", disk_module.COMMITTED)}
+    assert kept <= {*server.names(prefix)}
+    server.put(f"{prefix}/7/{disk_module.COMMITTED}", b"x")
+    assert disk.set_aside_all_but({3}) == [7]
+    assert not kept & {*server.names(prefix)}
+    assert f"{prefix}/{disk_module.ABANDONED}/7/state/values" in server.names(prefix)
+
+
+def test_a_job_has_one_name_in_a_bucket_and_another_in_another_folder(job: str, server: Bucket) -> None:
+    names = list[str]()
+    in_threads(8, lambda _: names.append(open_shared(job).name))
+    assert len({*names}) == 1
+    assert open_shared(f"{job}-2").name != names[0]
+    opened = open_shared(job)
+    assert str(opened.disk) == f"{job}/disk"
+    assert opened.plans == own_folder(job) / "plans"
+    server.put(f"{job.removeprefix('gs://bucket/')}/name", b"job-1")
+    with pytest.raises(RestartError, match=rf"{job}/name is damaged: expected the job's name.* got 'job-1'"):
+        open_shared(job)
+
+
+def test_a_bucket_that_is_not_there_is_said(server: Bucket) -> None:
+    with pytest.raises(RestartError, match=r"gs://no-such-bucket/job cannot be written to"):
+        open_shared("gs://no-such-bucket/job")
+
+
+def test_the_doctor_tries_the_folder(job: str, server: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (job, str(tmp_path)):
+        monkeypatch.setenv("MESHMEND_SHARED", folder)
+        assert try_shared() == {"detail": f"{folder}: a file was created, read and removed"}
+    assert server.names(job.removeprefix("gs://bucket/")) == []
+    assert list(tmp_path.iterdir()) == []
+    # A bucket that would create an object twice loses changes, so it is no place for a job.
+    monkeypatch.setattr("meshmend.doctor.probes.create", lambda path, content: path.write_text(content))
+    with pytest.raises(MeshmendError, match="the result is wrong"):
+        try_shared()
 
 
 def test_each_host_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -156,12 +156,10 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machines, Bucket]]:
+def machines(tmp_path: Path) -> Iterator[tuple[Machines, Bucket]]:
     if why := unsupported_reason():
         pytest.skip(why)
     with Bucket() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
         made = Machines(tmp_path, bucket)
         try:
             yield made, bucket

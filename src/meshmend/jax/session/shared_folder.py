@@ -28,8 +28,11 @@ class SharedFolder:
     path: Folder
     name: str
     """Name of the job, the same on every host and after every restart."""
-    own: Path
-    """What this host has for itself: the same folder, unless that is in a bucket."""
+
+    @property
+    def own(self) -> Path:
+        """What this host has for itself: the same folder, unless that is in a bucket."""
+        return own_folder(self.path)
 
     @property
     def plans(self) -> Path:
@@ -71,7 +74,7 @@ def open_shared(folder: str | Path) -> SharedFolder:
         )
     try:
         with as_os_errors(path):
-            return SharedFolder(path, _name(path / "name"), own_folder(path))
+            return SharedFolder(path, _name(path / "name"))
     except OSError as error:
         raise RestartError(
             f"The shared folder {path} cannot be written to by this process (user {os.getuid()}): {error}. Give that "
@@ -87,7 +90,7 @@ def _name(path: Folder) -> str:
     if not is_bucket(path) or not path.exists():
         with contextlib.suppress(FileExistsError):  # of all processes one names the job
             create(path, f"job-{secrets.token_hex(8)}\n")
-    name = path.read_bytes().decode(errors="replace")
+    name = str(path.read_bytes(), errors="replace")
     if not re.fullmatch(r"job-[0-9a-f]{16}\n", name):
         raise RestartError(
             f"{path} is damaged: expected the job's name, as in job-0123456789abcdef, got {name[:60]!r}. Name "
