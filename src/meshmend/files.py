@@ -1,4 +1,4 @@
-"""Files that several processes read and change: never half a file, and one writer at a time."""
+"""Files that several processes read and change: never half a file, one writer at a time, no wait for a dead disk."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LOCK_S = 60.0
 """How long another process may keep a file locked: far longer than any change takes, unless its disk hangs."""
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def cache_folder() -> Path:
+    """Return where this user keeps what can be made again: `$XDG_CACHE_HOME/meshmend`, or `~/.cache/meshmend`."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "meshmend"
+
+
+def write_whole(path: Any, content: str | bytes) -> None:
     """Replace a file, so that whoever reads it sees what it had before or after, however this process ends."""
+    if not isinstance(path, Path):  # in a bucket, objects appear whole
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -64,3 +75,27 @@ def locked(path: Path, *, timeout_s: float = LOCK_S) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
+
+    A call into a dead network disk cannot be ended from outside: it stays behind in a daemon thread.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call(*arguments))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="meshmend-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]

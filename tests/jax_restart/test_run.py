@@ -215,8 +215,11 @@ def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> No
     assert len(below) >= 7  # the store; two hosts, what starts their workers, and the workers
 
 
-def read_manifest() -> Any:
-    return yaml.safe_load((ROOT / "examples/operate/jobset.yaml").read_text(encoding="utf-8"))
+MANIFESTS = ["jobset.yaml", "jobset-bucket.yaml"]
+
+
+def read_manifest(name: str) -> Any:
+    return yaml.safe_load((ROOT / "examples/operate" / name).read_text(encoding="utf-8"))
 
 
 def refuse_unknown_fields(schema: Any) -> None:
@@ -233,14 +236,15 @@ def refuse_unknown_fields(schema: Any) -> None:
 
 
 @pytest.mark.skipif(CRD is None, reason="set JOBSET_CRD to jobset.x-k8s.io_jobsets.yaml of a JobSet release")
-def test_the_manifest_is_one_that_jobset_takes() -> None:
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_manifest_is_one_that_jobset_takes(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     (version,) = yaml.safe_load(Path(str(CRD)).read_text(encoding="utf-8"))["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
     refuse_unknown_fields(schema)
     schema["properties"]["metadata"] = {"type": "object"}  # the API server's own, not in a CRD
     validator = jsonschema.Draft7Validator(schema)
-    manifest = read_manifest()
+    manifest = read_manifest(name)
     assert manifest["apiVersion"].split("/")[1] == version["name"]
     assert [error.message for error in validator.iter_errors(manifest)] == []
     # A schema that takes everything would prove nothing.
@@ -248,13 +252,14 @@ def test_the_manifest_is_one_that_jobset_takes() -> None:
     assert [list(error.path)[-1] for error in validator.iter_errors(manifest)] == ["spec"]
 
 
-def test_the_manifest_starts_what_the_command_line_has() -> None:
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_manifest_starts_what_the_command_line_has(name: str) -> None:
     """The commands in the manifest are parsed by ours."""
     from typer.main import get_command
 
     from meshmend.cli import app
 
-    manifest = read_manifest()
+    manifest = read_manifest(name)
     assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
     assert jobs["hosts"]["replicas"] == 8

@@ -16,8 +16,8 @@ from commandline import run, run_json
 from meshmend import Mesh, Schedule, plan, save
 from meshmend.cost import PRESETS
 from meshmend.errors import CacheWarning, ParameterError, ScheduleFileError
+from meshmend.files import cache_folder
 from meshmend.planning import Hamiltonian, PlanCache, Planner, RowPairs, Weave, make_planner, round_payload
-from meshmend.planning.cache import default_folder
 from meshmend.schedule import MAX_EXPANDED
 from meshmend.schedule.split import reduce_scatter_of
 
@@ -164,7 +164,7 @@ def failing(number: int) -> Callable[..., NoReturn]:
 
 def test_the_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "meshmend"
+    assert cache_folder() == tmp_path / "meshmend"
     assert len(PlanCache()) == 0
 
 

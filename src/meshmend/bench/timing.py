@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 import meshmend.jax as mmj
 from meshmend.bench.report import JOB, PSUM, as_text, compare, read_payload
+from meshmend.buckets import own_folder
 from meshmend.cost import StepDemand
 from meshmend.cost.hardware import hardware_facts
 from meshmend.errors import MeasurementError, MeshmendError, ParameterError, PlanError
@@ -209,7 +210,7 @@ def main(words: Sequence[str]) -> None:
     payloads = [read_payload(text) for text in given.payload]
     with tempfile.TemporaryDirectory(prefix="meshmend-bench-") as own:
         shared = os.environ.get("MESHMEND_SHARED") if launched else None
-        folder = Path(shared or own)
+        folder = own_folder(shared or own)
         joined = initialize() if launched else initialize_alone(_own_fabric(given.shape, given.fail))
         with joined as session:
             known = with_hardware(session, folder / "hardware", given.hardware, measures=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from rich.text import Text
 
+from meshmend.buckets import as_path, own_folder
 from meshmend.cli.common import mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
@@ -48,8 +49,8 @@ def command(
     auto: AutoOptions,
     tile: Annotated[str | None, option("--tile", "HxW", "Chips per tile; the payload is one chip's shard.")] = None,
     shared: Annotated[
-        Path | None,
-        option("--shared", "DIR", "A job's shared folder: what that job plans for is planned and kept there."),
+        str | None,
+        option("--shared", "DIR|URL", "A job's shared folder: what that job plans for is planned and kept there."),
     ] = None,
     cache: Annotated[Path | None, option("--cache", "DIR", "Folder for plans; default: ~/.cache/meshmend.")] = None,
     json: JsonOption = False,
@@ -59,12 +60,13 @@ def command(
     A job that loses a host then finds its plans in the cache. Once it has begun to train, --shared is all that you have
     to say; before that, give the bytes that a chip sends in a step, the collective and the tile. Sharded parameters
     (FSDP) send one layer at a time, in an all-gather and a reduce-scatter: --collective all-gather plans for both.
+    Plans of a job in a bucket are kept on this machine: run it on one of the job's hosts, as the user of the job.
 
     Example: meshmend prepare 16x32 --host 4x2 --shared shared
     """
     mesh = holes.mesh(shape)
     hosts = _hosts(mesh, host)
-    store = PlanCache(shared / "plans" if cache is None and shared is not None else cache)
+    store = PlanCache(own_folder(as_path(shared)) / "plans" if cache is None and shared is not None else cache)
     check_folder("--cache", store.folder, make=True)
     demands = _demands(shared, planner, auto, collective, tile)
     ready, refused = 0, {}
@@ -114,7 +116,7 @@ def command(
     )
 
 
-def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: str, tile: str | None) -> StepDemands:
+def _demands(shared: str | None, planner: str, auto: AutoOptions, collective: str, tile: str | None) -> StepDemands:
     """Return what a job plans for: what it wrote down itself, or what the options say."""
     if shared is not None:
         said = {
@@ -127,7 +129,7 @@ def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: s
         for option, value in said.items():
             if value is not None:
                 raise ParameterError(f"{shared} already says what its job plans for: leave out {option}.")
-        return StepDemands.read(shared)
+        return StepDemands.read(as_path(shared))
     if collective not in WAYS:
         raise ParameterError(f"A step runs no {collective}: --collective is one of {', '.join(WAYS)}.")
     payload = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)

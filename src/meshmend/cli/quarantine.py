@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshmend.buckets import is_bucket
 from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption, option
 from meshmend.cli.root import Command, CommandGroup
@@ -24,7 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The job's shared folder.")]
+FolderArgument = Annotated[str, typer.Argument(metavar="DIR|URL", help="The job's shared folder.")]
 SuspectsArgument = Annotated[
     list[str], typer.Argument(metavar="SUSPECT...", help="A chip 2,3, a cable 2,3-2,4 or a host 'host 5'.")
 ]
@@ -44,7 +45,7 @@ def list_entries(
     entries = _open(folder)
     found = [_facts(entry) for entry in (entries.read() if every else entries.active())]
     if json:
-        print_json({"folder": str(folder), "entries": found})
+        print_json({"folder": folder, "entries": found})
     elif found:
         _show(found)
     else:
@@ -71,7 +72,7 @@ def add(
             suspect.check(hosts.shape, len(hosts))
     made = [_facts(entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts)) for one in wanted]
     if json:
-        print_json({"folder": str(folder), "entries": made})
+        print_json({"folder": folder, "entries": made})
     else:
         _show(made)
         print_line(CHANGES)
@@ -93,7 +94,7 @@ def clear(
     wanted = [Suspect.parse(text) for text in suspects or ()]
     gone = _open(folder).clear(None if every else wanted)
     if json:
-        print_json({"folder": str(folder), "cleared": [_facts(entry) for entry in gone]})
+        print_json({"folder": folder, "cleared": [_facts(entry) for entry in gone]})
     elif names := [str(entry.suspect) for entry in gone] + [
         f"{one} (of observations)" for one in wanted if one not in {entry.suspect for entry in gone}
     ]:
@@ -102,8 +103,8 @@ def clear(
         print_line(f"Nothing was in quarantine in {plain(folder)}.")
 
 
-def _open(folder: Path) -> QuarantineList:
-    if not folder.is_dir():
+def _open(folder: str) -> QuarantineList:
+    if not is_bucket(folder) and not Path(folder).is_dir():
         raise LaunchError(f"There is no folder {folder}. Give the job's shared folder, as in --shared.")
     return QuarantineList(folder)
 

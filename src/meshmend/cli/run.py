@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from meshmend.buckets import Folder, refuse_bucket, writable_path
 from meshmend.cli.common import TERMINATED
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption, option
@@ -105,7 +106,10 @@ def command(
     ] = None,
     store: Annotated[str | None, option("--store", "ADDR:PORT", "Where `meshmend store` listens.")] = None,
     shared: Annotated[
-        Path | None, option("--shared", "DIR", "A folder that all hosts see.", show_default="with --local: shared")
+        str | None,
+        option(
+            "--shared", "DIR|URL", "A folder of all hosts, or gs://bucket/job.", show_default="with --local: shared"
+        ),
     ] = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
@@ -141,9 +145,10 @@ def command(
         ctx.command.make_parser(ctx).parse_args(list(script))
     if described is not None and wrap is not None:
         raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
+    folder = None if shared is None else writable_path(shared)
     asked = _Asked(
         argv=check_script(script),
-        shared=shared,
+        shared=folder,
         shape=local or shape,
         host=host,
         machine=None if described is None else described.absolute(),
@@ -155,8 +160,9 @@ def command(
         start_over=start_over,
         state_wait_s=parse_seconds(state_wait or (STATE_WAIT if local is None else "0s")),
     )
-    metrics = check_metrics(metrics, shared)
+    metrics = check_metrics(metrics, folder)
     if local is not None:
+        refuse_bucket(folder, "with --local, give --shared DIR, and for checkpoints in a bucket Job(disk=…)")
         if store or host_index or shape:
             raise LaunchError(
                 "--local brings its own store, hosts and shape: leave out --store, --host-index, --shape."
@@ -169,7 +175,7 @@ def command(
     require("jax", "orbax", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _on_sigterm)
-    with serving(metrics, shared):
+    with serving(metrics, folder):
         run()
 
 
@@ -178,7 +184,7 @@ class _Asked:
     """What jobs on this machine and on a cluster are both given."""
 
     argv: list[str]
-    shared: Path | None
+    shared: Folder | None
     shape: str | None
     host: str | None
     machine: Path | None
@@ -221,7 +227,7 @@ def _host_of_cluster(
     address: str | None,
 ) -> Callable[[], None]:
     """Return what runs this host of a job."""
-    host, described, shared = asked.host, asked.machine is not None, asked.shared and asked.shared.absolute()
+    host, described, shared = asked.host, asked.machine is not None, asked.shared
     # With a description alone, devices report where they are, as a TPU's do.
     if (host is None and asked.shape is not None) or (host is not None and asked.shape is None and not described):
         raise LaunchError("--shape and --host belong together: the machine's mesh, and the chips of one host.")
@@ -378,7 +384,7 @@ def _run_locally(
     asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str, domains: Sequence[str]
 ) -> None:
     screen, began = Screen(len(machine)), time.time()
-    folder = (asked.shared or Path(SHARED)).absolute()
+    folder = asked.shared or Path(SHARED).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+from meshmend.buckets import refuse_bucket
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption, option
 from meshmend.cli.terminal import plain
@@ -47,6 +48,7 @@ def command(
 
     Example: meshmend store --listen 10.0.0.7:29400 --secret-file secret
     """
+    refuse_bucket(folder, "the store keeps events alone, at the ends of files, so give --folder DIR")
     address, port = split_address(check_address(listen, "--listen"))
     name, secret = find_job(job), find_secret(secret_file)
     kept = (folder or Path(file_name(name))).absolute()

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+from meshmend.buckets import as_os_errors, as_path
 from meshmend.cost.units import did_you_mean, name_rate, name_seconds, parse_rate, parse_seconds, split_settings
 from meshmend.errors import ParameterError
 from meshmend.files import write_whole
@@ -392,13 +393,13 @@ def hardware_facts(hardware: Hardware) -> dict[str, Any]:
 def write_hardware(hardware: Hardware, path: str | Path, measured: Mapping[str, Any]) -> None:
     """Write a file atomically: the hardware, and what was measured (versions, devices, raw times)."""
     text = json.dumps(hardware_facts(hardware) | {"measured": dict(measured)}, indent=1)
-    write_whole(Path(path), text + "\n")
+    write_whole(as_path(path), text + "\n")
 
 
 def read_hardware(path: str | Path) -> Hardware:
     """Return the hardware that a file describes; raise `ParameterError` where it does not."""
     try:
-        with Path(path).open("rb") as file:
+        with as_os_errors(path), as_path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ParameterError(f"The hardware file {path} cannot be read: {error.strerror or error}.") from error

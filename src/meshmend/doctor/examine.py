@@ -57,6 +57,8 @@ def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | N
         devices = [finding, *_holes(sight)]
     else:
         devices = [Finding("devices", "JAX sees", "absent", "JAX is not installed", install_hint("jax"))]
+    if os.environ.get("MESHMEND_SHARED"):
+        devices.append(run_probe("devices", "job's folder", "try_shared", {}, timeout_s, install_hint("gcs"))[0])
     for trial in TRIALS:
         report(trial.name)
         found.append(_try(trial, sight, timeout_s))

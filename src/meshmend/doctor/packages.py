@@ -36,6 +36,7 @@ PACKAGES = (
     Package("libtpu", "libtpu", "meshmend compile, and TPUs", install_hint("tpu")),
     Package("orbax.checkpoint", "orbax-checkpoint", "checkpoints of a JAX job", "pip install orbax-checkpoint"),
     Package("grain", "grain", "data of a JAX job that restarts", "pip install grain"),
+    Package("gcsfs", "gcsfs", "a job's shared folder in a bucket", install_hint("gcs")),
     Package("torch", "torch", "the PyTorch engine", install_hint("torch")),
     Package("torchft", "torchft", "the PyTorch engine's recovery in place", install_hint("torch")),
 )

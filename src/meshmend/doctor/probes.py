@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshmend.buckets import create, writable_path
 from meshmend.errors import MeshmendError, ParameterError
 from meshmend.planning import plan
 from meshmend.topology import Mesh
@@ -174,9 +176,23 @@ def try_drawing() -> dict[str, Any]:
     return {"detail": "drew the rings of a plan"}
 
 
+def try_shared() -> dict[str, Any]:
+    """Create a file in the folder or bucket that MESHMEND_SHARED names, once and no second time, and remove it."""
+    folder = writable_path(os.environ["MESHMEND_SHARED"])
+    path = folder / f".doctor-{secrets.token_hex(8)}"
+    create(path, "first")
+    try:
+        with contextlib.suppress(FileExistsError):
+            create(path, "second")
+        expect(path.read_text() == "first")
+    finally:
+        path.unlink()
+    return {"detail": f"{folder}: a file was created, read and removed"}
+
+
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (try_numpy, see_jax, try_jax, measure_jax, try_libtpu, try_torch, try_torchft, try_drawing)
+    for probe in (try_numpy, see_jax, try_jax, measure_jax, try_libtpu, try_torch, try_torchft, try_drawing, try_shared)
 }
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
+from meshmend.files import with_timeout
 from meshmend.launch.agent import STOPPED, HostAgent, LeaveError
 from meshmend.launch.agent_log import AgentLog
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
@@ -28,10 +29,12 @@ from meshmend.launch.processes import die_with_parent
 from meshmend.launch.signing import hand_over_key
 from meshmend.launch.timeline import Timeline
 from meshmend.launch.worker import Workers
-from meshmend.quarantine import QuarantineList
+from meshmend.quarantine import Quarantined, QuarantineList
 from meshmend.quarantine.entries import chips_of
 
 DONE, FAILED = 0, 1
+LIST_S = 10.0
+"""How long an agent waits for the quarantine list before a round."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,12 @@ def check_admitted(what: HostDescription) -> None:
     if not shared or not what.machine:
         return
     machine = Hosts.read(what.machine)
-    entries = [one for one in QuarantineList(shared).active() if (one.suspect.host or 0) < len(machine)]
+    listed: tuple[Quarantined, ...] = ()
+    with contextlib.suppress(
+        OSError
+    ):  # where a disk or a bucket is away, process 0 reads the list when the round begins
+        listed = with_timeout(LIST_S, lambda: QuarantineList(shared).active())
+    entries = [one for one in listed if (one.suspect.host or 0) < len(machine)]
     if {*machine.chips(what.host)} <= {*chips_of(entries, machine)}:
         raise _QuarantinedError(
             f"all chips of host {what.host} are in quarantine, so it has no part in the job. `meshmend quarantine list "

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from meshmend.buckets import Folder, own_folder
 from meshmend.errors import LaunchError
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts
@@ -180,7 +181,7 @@ class LocalJob(HostProcesses):
 
 
 def worker_environment(
-    hosts: Hosts | None, host: int, shared: Path | None, machine: Path | None = None
+    hosts: Hosts | None, host: int, shared: Folder | None, machine: Path | None = None
 ) -> dict[str, str]:
     """Return what every launched worker finds in its environment: where it is, and where the job keeps its files.
 
@@ -195,6 +196,6 @@ def worker_environment(
     if machine is not None:
         found["MESHMEND_MACHINE"] = str(machine)
     if shared is not None:
-        compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(shared / "compiled"))
+        compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(own_folder(shared) / "compiled"))
         found |= {"MESHMEND_SHARED": str(shared), "JAX_COMPILATION_CACHE_DIR": compiled}
     return found

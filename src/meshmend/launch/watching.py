@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from meshmend.buckets import is_bucket, refuse_bucket
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.launch.events import Alert, Start, read_event
 from meshmend.launch.goodput import (
@@ -37,6 +38,7 @@ class Watch:
     """A job's hosts, followed by their timelines. Its memory does not grow with the number of steps."""
 
     def __init__(self, folder: str | Path) -> None:
+        refuse_bucket(folder, "give that of the job's store, as in its --folder, which has the timelines")
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise LaunchError(
@@ -154,7 +156,7 @@ def read_quarantine(folder: Path) -> tuple[tuple[Quarantined, ...], str]:
 
 def find_machine(folder: str | Path) -> Hosts | None:
     """Return the machine that the job in a folder last ran on, None if no timeline there says so."""
-    for path in timelines(folder):
+    for path in () if is_bucket(folder) else timelines(folder):
         for event in map(read_event, reversed(read_timeline(path))):
             if isinstance(event, Start) and event.machine is not None:
                 return Hosts.read(event.machine)

@@ -23,7 +23,7 @@ from typing import Any
 
 from meshmend.cost import Hardware
 from meshmend.errors import CacheWarning, MeshmendError, ScheduleFileError
-from meshmend.files import write_whole
+from meshmend.files import cache_folder, write_whole
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner, is_between_neighbours
 from meshmend.schedule import Schedule
@@ -35,12 +35,6 @@ RECIPE = 5
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
 PREPARED_BUDGET_S = 60.0
 """CPU seconds for each plan that is made before anybody waits for it, as by `meshmend prepare`."""
-
-
-def default_folder() -> Path:
-    """Return where plans are kept by default: `$XDG_CACHE_HOME/meshmend`, or `~/.cache/meshmend`."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "meshmend"
 
 
 class PlanCache:
@@ -57,7 +51,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | Path | None = None, *, is_complete: bool = False) -> None:
-        self.folder = Path(folder) if folder is not None else default_folder()
+        self.folder = Path(folder) if folder is not None else cache_folder()
         self.is_complete = is_complete
         """Whether nothing is planned that it does not have: that is a `LookupError`."""
         self.used: set[Path] = set()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from meshmend.buckets import Folder, as_os_errors
 from meshmend.cost import Hardware, between_tiles
 from meshmend.cost.hardware import MAX_BYTES, hardware_facts, parse_hardware
 from meshmend.errors import ParameterError, PlanError
@@ -98,7 +98,7 @@ class StepDemands:
         tiling = cut_into_tiles(mesh, self.tile)
         return tiling.tiles, between_tiles(self.hardware, tiling)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Folder) -> None:
         """Write it into a job's shared folder."""
         facts = {
             **hardware_facts(self.hardware),
@@ -108,14 +108,15 @@ class StepDemands:
             "max_steps": self.max_steps,
             "planner": self.planner,
         }
-        write_whole(folder / PLANNED_FOR, json.dumps(facts, indent=1) + "\n")
+        with as_os_errors(folder):
+            write_whole(folder / PLANNED_FOR, json.dumps(facts, indent=1) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> StepDemands:
+    def read(cls, folder: Folder) -> StepDemands:
         """Return what the job of a shared folder plans for; raise `ParameterError` where it does not say so."""
         path = folder / PLANNED_FOR
         try:
-            with path.open("rb") as file:
+            with as_os_errors(path), path.open("rb") as file:
                 facts = json.loads(file.read(MAX_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ParameterError(

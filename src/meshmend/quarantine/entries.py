@@ -1,6 +1,6 @@
 """The quarantine list: a file in the job's shared folder with what is left out, why, since when and until when.
 
-It is small, written whole and atomically, and changed under a lock beside it. Who reads it gets all of it or an error
+It is small, written whole and atomically, and changed by one process at a time. Who reads it gets all of it or an error
 that says what to do: a damaged list is never taken for an empty one, since then chips that are known to compute wrong
 numbers would come back.
 
@@ -17,11 +17,10 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from meshmend.buckets import Folder, SharedFile
 from meshmend.errors import Coordinate, QuarantineError
-from meshmend.files import locked, write_whole
 from meshmend.quarantine.fault_log import FaultLog, LogEntry
 from meshmend.quarantine.observation import is_count
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
@@ -89,17 +88,17 @@ class QuarantineList:
     (['2,3'], 'by hand')
     """
 
-    def __init__(self, folder: str | Path, *, now: Callable[[], float] = time.time) -> None:
-        self.path = Path(folder) / FILE
+    def __init__(self, folder: Folder, *, now: Callable[[], float] = time.time) -> None:
+        self._file = SharedFile(folder, FILE)
+        self.path = self._file.path
         self._now = now
 
     def read(self) -> tuple[Quarantined, ...]:
         """Return all entries, also those that have expired or were cleared, in the order in which they were made."""
         try:
-            size = self.path.stat().st_size
+            text, size = self._file.read(MAX_BYTES)
             if size > MAX_BYTES:
                 raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
-            text = self.path.read_bytes()
         except FileNotFoundError:
             return ()
         try:
@@ -139,17 +138,21 @@ class QuarantineList:
         if not 0 < for_s <= FOREVER_S:
             raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")
         now = self._now()
-        entry = Quarantined(suspect, why[:MAX_WHY], by, now, now + for_s, step, verified)
+        new = entry = Quarantined(suspect, why[:MAX_WHY], by, now, now + for_s, step, verified)
         if hosts is not None:
             suspect.check(hosts.shape, len(hosts))
-        with locked(self.path):
-            entries = self.read()
+
+        def with_it() -> str:
+            nonlocal entry
+            entries, entry = self.read(), new
             for before in entries:
                 if before.suspect == suspect and before.until > now:
                     entry = _merged(before, entry)
             if entry.by == THE_JOB:
                 self._check_limit(entries, entry, hosts, n_chips)
-            self._write([*entries, entry])
+            return self._text([*entries, entry])
+
+        self._file.change(with_it)
         return entry
 
     def clear(self, suspects: Iterable[Suspect] | None = None) -> tuple[Quarantined, ...]:
@@ -159,7 +162,10 @@ class QuarantineList:
         suspects, too, that only the fault log names, because the job has reached its limit.
         """
         now = self._now()
-        with locked(self.path):
+        gone: tuple[Quarantined, ...] = ()
+
+        def without_them() -> str:
+            nonlocal gone
             entries = self.read()
             listed = {entry.suspect: entry for entry in entries if entry.until > now}
             observed = {one for noted in unsettled(self.path.parent, entries) for one in noted.observation.suspects}
@@ -169,7 +175,9 @@ class QuarantineList:
                 raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {names}.")
             gone = tuple(entry for suspect, entry in listed.items() if suspect in wanted)
             cleared = [Quarantined(suspect, "cleared", BY_HAND, now, now) for suspect in sorted(wanted - listed.keys())]
-            self._write([*entries, *(replace(entry, until=now) for entry in gone), *cleared])
+            return self._text([*entries, *(replace(entry, until=now) for entry in gone), *cleared])
+
+        self._file.change(without_them)
         return gone
 
     def _check_limit(
@@ -191,8 +199,8 @@ class QuarantineList:
                 f"quarantine clear {self.path.parent} SUSPECT`. Then start the job again."
             )
 
-    def _write(self, entries: Iterable[Quarantined]) -> None:
-        """Write the last entry of each suspect; where they are too many, not those that ended first."""
+    def _text(self, entries: Iterable[Quarantined]) -> str:
+        """Return the list with the last entry of each suspect; where they are too many, not those that ended first."""
         newest: dict[Suspect, Quarantined] = {}
         for entry in entries:
             newest.pop(entry.suspect, None)
@@ -202,8 +210,8 @@ class QuarantineList:
             del newest[suspect]
         if len(newest) > MAX_ENTRIES:
             raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.")
-        text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in newest.values()]}, indent=1)
-        write_whole(self.path, text + "\n")
+        facts = {"version": VERSION, "entries": [entry.facts() for entry in newest.values()]}
+        return json.dumps(facts, indent=1) + "\n"
 
     def _entry(self, number: int, facts: Any) -> Quarantined:
         try:
@@ -238,7 +246,7 @@ def cables_of(entries: Iterable[Quarantined]) -> list[Cable]:
     return sorted({(e.suspect.ends[0], e.suspect.ends[1]) for e in entries if e.suspect.kind == "cable"})
 
 
-def unsettled(folder: Path, entries: Iterable[Quarantined]) -> list[LogEntry]:
+def unsettled(folder: Folder, entries: Iterable[Quarantined]) -> list[LogEntry]:
     """Return the observations in a folder that count: nobody that they name was left out, or cleared, since."""
     until: dict[Suspect, float] = {}
     for entry in entries:

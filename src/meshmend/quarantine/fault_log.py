@@ -2,8 +2,8 @@
 
 It outlives the processes, so that a second observation after a restart is held together with the first. It also says
 which states are not to be trusted: those that an attempt kept after the last step that was verified before its
-observation. It is written whole and atomically, under a lock: whatever is not as written is an error, because states
-that an observation speaks against would be trusted without it.
+observation. It is written whole and atomically, by one process at a time: whatever is not as written is an error,
+because states that an observation speaks against would be trusted without it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from meshmend.buckets import Folder, SharedFile
 from meshmend.errors import QuarantineError
-from meshmend.files import locked, write_whole
 from meshmend.quarantine.judge import MAX_OBSERVATIONS
 from meshmend.quarantine.observation import LAST_STEP, Observation, is_count
 
@@ -72,17 +71,18 @@ class FaultLog:
     ([(400, 1)], [(1, 380)])
     """
 
-    def __init__(self, folder: str | Path, *, now: Callable[[], float] = time.time) -> None:
-        self.path = Path(folder) / FILE
+    def __init__(self, folder: Folder, *, now: Callable[[], float] = time.time) -> None:
+        self._file = SharedFile(folder, FILE)
+        self.path = self._file.path
         self._now = now
 
     def read(self) -> tuple[LogEntry, ...]:
         """Return all observations in the order in which they were noted."""
         try:
-            size = self.path.stat().st_size
+            content, size = self._file.read(MAX_BYTES)
             if size > MAX_BYTES:
                 raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
-            lines = self.path.read_bytes().removesuffix(b"\n").split(b"\n") if size else []
+            lines = content.removesuffix(b"\n").split(b"\n") if size else []
         except FileNotFoundError:
             return ()
         if len(lines) > MAX_OBSERVATIONS:
@@ -98,22 +98,21 @@ class FaultLog:
             raise QuarantineError(f"Attempt {attempt} and verified step {verified}: expected numbers from 0.")
         now = self._now()
         wanted = [LogEntry(observation, attempt, verified, now) for observation in dict.fromkeys(observations)]
-        if not wanted:
-            return
-        with locked(self.path):
-            there = self.read()
-            known = {(noted.observation, noted.attempt, noted.verified) for noted in there}
-            new = [noted for noted in wanted if (noted.observation, noted.attempt, noted.verified) not in known]
-            if new:
-                self._write([*there, *new])
+        if wanted:
+            self._file.change(lambda: self._with(wanted))
 
-    def _write(self, entries: Iterable[LogEntry]) -> None:
-        """Replace the log, without its oldest observations if it is full."""
-        lines = [noted.to_json() + "\n" for noted in entries][-MAX_OBSERVATIONS:]
+    def _with(self, wanted: Iterable[LogEntry]) -> str | None:
+        """Return the log with what is new in it, without its oldest observations if it is full; None if nothing is."""
+        there = self.read()
+        known = {(noted.observation, noted.attempt, noted.verified) for noted in there}
+        new = [noted for noted in wanted if (noted.observation, noted.attempt, noted.verified) not in known]
+        if not new:
+            return None
+        lines = [noted.to_json() + "\n" for noted in (*there, *new)][-MAX_OBSERVATIONS:]
         size = sum(map(len, lines))
         while size > MAX_BYTES:
             size -= len(lines.pop(0))
-        write_whole(self.path, "".join(lines))
+        return "".join(lines)
 
     def _line(self, number: int, line: bytes) -> LogEntry:
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
+from meshmend.buckets import Folder
 from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList, unsettled
 from meshmend.quarantine.fault_log import FaultLog, LogEntry
 from meshmend.quarantine.judge import Verdict, judge, recent
@@ -14,7 +14,7 @@ from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 
 
 def report(
-    folder: str | Path,
+    folder: Folder,
     observations: Iterable[Observation],
     *,
     attempt: int,
@@ -34,7 +34,7 @@ def report(
 
 
 def enforce(
-    folder: str | Path,
+    folder: Folder,
     *,
     hosts: ChipsOfHosts | None = None,
     n_chips: int | None = None,
@@ -47,7 +47,7 @@ def enforce(
     train with the suspect.
     """
     entries = QuarantineList(folder, now=now)
-    noted = unsettled(Path(folder), entries.read())
+    noted = unsettled(folder, entries.read())
     made = []
     for verdict in _verdicts(noted):
         facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
@@ -55,12 +55,12 @@ def enforce(
     return tuple(made)
 
 
-def refused(folder: str | Path) -> tuple[Suspect, ...]:
+def refused(folder: Folder) -> tuple[Suspect, ...]:
     """Return whom the log proves and the list does not have: the limit has stopped the job before them.
 
     For a moment that is also so while a process lists a suspect.
     """
-    noted = unsettled(Path(folder), QuarantineList(folder).read())
+    noted = unsettled(folder, QuarantineList(folder).read())
     return tuple(verdict.suspect for verdict in _verdicts(noted))
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torchft
 
+from meshmend.buckets import refuse_bucket
 from meshmend.errors import ParameterError, QuarantineError, name_chip
 from meshmend.launch.agent_log import QuorumLog
 from meshmend.launch.environment import find_job
@@ -82,6 +83,7 @@ class Manager(torchft.Manager):
         shared: str | Path | None = None,
         **options: Any,
     ) -> None:
+        refuse_bucket(shared, "chips under torchft write their timelines there, so give one that all of them see")
         began = process_started_at()
         hosts = Hosts.of(pg.whole.shape, (1,) * len(pg.whole.shape))
         self._hosts, self._group = hosts, pg

@@ -162,7 +162,7 @@ def test_shared_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("meshmend.jax.session.shared_folder.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("meshmend.buckets.tempfile.NamedTemporaryFile", refuse)
     with pytest.raises(RestartError, match=f"user {os.getuid()}.*Permission denied.* Give that user the right"):
         open_shared(tmp_path / "other")
 

@@ -19,11 +19,11 @@ import pytest
 
 from jax_engine.restart_cases import Started, arrays_on_disk, assert_is_step, finish_save
 from meshmend.errors import RestartError
+from meshmend.files import with_timeout
 from meshmend.jax.state.candidates import Source, rank_sources
 from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.memory.folders import FolderLock, default_folder, delete_stale
-from meshmend.jax.state.waiting import with_timeout
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

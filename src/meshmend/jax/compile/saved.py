@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from meshmend.buckets import Folder, as_path
 from meshmend.errors import TransientError
 from meshmend.files import write_whole
 from meshmend.jax.compile.fingerprint import UnidentifiedError, fingerprint, sources, stamp
@@ -41,7 +42,6 @@ from meshmend.jax.compile.for_failures import CompileAhead, CompiledTrainStep, c
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.session.session import Session
-from meshmend.jax.state.disk.disk import as_path
 from meshmend.jax.state.memory.collect import leaders_of
 from meshmend.jax.train.plan import TrainingPlan
 from meshmend.launch.signing import file_key, is_signed, signature
@@ -68,7 +68,7 @@ class SavedSteps:
 
     def __init__(
         self,
-        folder: Path | str | None,
+        folder: Folder | None,
         session: Session,
         made_of: dict[str, Any],
         ingredients: Callable[[Fabric, Program], tuple[Any, Any, Any]],
@@ -219,12 +219,9 @@ class SavedSteps:
             body = _dump(compiled)
             content = signature(self._key, _kind(name), body).encode() + body
             self.folder.mkdir(parents=True, exist_ok=True)
-            if isinstance(self.folder, Path):
-                write_whole(self.folder / name, content)
-            else:
-                (self.folder / name).write_bytes(content)  # an object of a bucket appears whole
+            write_whole(self.folder / name, content)
             self._mark(name).unlink(missing_ok=True)
-            if self._prunes:  # once per start, because there may be thousands; a bucket does not say what was used
+            if self._prunes:  # once per start, because there may be thousands; a bucket has room, and rules of its own
                 self._prunes = False
                 self.prune()
         except Exception as error:  # whatever a disk or a bucket raises

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
+from meshmend.buckets import Folder
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.checks.digests import compare_replicas, digest_observations, replica_digests
 from meshmend.jax.checks.recompute import Recompute, check_recomputable
@@ -53,11 +53,11 @@ class Checking:
     """
 
     def __init__(
-        self, checks: Checks, session: Session, folder: Path, model: Model, compiled: CompiledTrainStep, keeper: Keeper
+        self, checks: Checks, session: Session, path: Folder, model: Model, compiled: CompiledTrainStep, keeper: Keeper
     ) -> None:
         self.checks = checks
         self.session = session
-        self.folder = folder
+        self.folder = path
         self.keeper = keeper
         self._model = model
         self._compiled = compiled

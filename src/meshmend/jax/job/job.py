@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from meshmend.buckets import as_path
 from meshmend.cost import Hardware
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.checks.settings import Checks
@@ -45,6 +46,7 @@ class Job:
     processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all
     hosts see, by default that of `meshmend run --shared`, or "shared": plans, compiled programs, checkpoints and
     timelines are in it, and it is what the job is known by. The same folder resumes the job, a new one starts over.
+    Where hosts see no common folder, it is one in a bucket, as in "gs://bucket/job".
     `global_batch` is the number of samples per step, on any number of chips, or a policy such as `KeepPerChip(8)`.
 
     `tile`, as in "2x2", is for a model that is split over the chips of a tile, over the axis "model" or over those that
@@ -53,7 +55,7 @@ class Job:
 
     Hosts keep copies of the state in memory: by default as often as slows down training by at most 3 %, which the job
     measures, or after every `memory_every` steps. A minute after each start, every `disk_every` from then on, and at
-    the end there is a checkpoint in `shared`, or where `disk` says (any path that Orbax takes, as in
+    the end there is a checkpoint in `shared`, or where `disk` says (a folder, or one in a bucket, as in
     "gs://bucket/job"). A number as `disk_every` is one of steps, from the first on. 0 leaves either out.
     Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
     that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
@@ -253,11 +255,11 @@ def _folder(shared: str | Path | None) -> str | Path:
     if shared is None:
         if is_launched() and not launchers:
             raise ParameterError(
-                "A job of several hosts needs a folder that all of them see: give `meshmend run` --shared DIR, or "
-                'Job(shared="…").'
+                "A job of several hosts needs a folder that all of them see, or one in a bucket: give `meshmend run` "
+                '--shared DIR or --shared gs://bucket/job, or Job(shared="…").'
             )
         return launchers or SHARED
-    if launchers and Path(launchers) != Path(shared).absolute() and (joined_as() or (0,))[0] == 0:
+    if launchers and as_path(launchers) != as_path(shared) and (joined_as() or (0,))[0] == 0:
         LOGGER.warning(
             "This job keeps its state in %s, but its launcher was given %s: give `meshmend run --shared %s`, or leave "
             "Job's `shared` out, so that both use one folder.",

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshmend.buckets import Folder
 from meshmend.cost.units import parse_seconds
 from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.checks.settings import Checks
@@ -50,7 +51,7 @@ IN_FLIGHT = 2
 MOST_LOSSES = 16
 """Losses for which a new job asks whether its planner serves them: on 9,000 chips a third of a second each."""
 
-_RUNS: weakref.WeakValueDictionary[Path, TrainingRun] = weakref.WeakValueDictionary()
+_RUNS: weakref.WeakValueDictionary[Folder, TrainingRun] = weakref.WeakValueDictionary()
 """The last run of each shared folder in this process."""
 
 

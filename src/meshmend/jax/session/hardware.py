@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from meshmend.buckets import Folder
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.hardware import hardware_facts, parse_hardware, read_hardware
 from meshmend.errors import ParameterError
@@ -20,7 +20,7 @@ from meshmend.jax.session.session import Session
 from meshmend.topology import name_shape
 
 
-def with_hardware(session: Session, folder: Path, given: str | Hardware | None, *, measures: bool) -> Session:
+def with_hardware(session: Session, folder: Folder, given: str | Hardware | None, *, measures: bool) -> Session:
     """Return the session with the hardware that its fabric's plans are made for: the same on every process.
 
     `given` counts if there is any; else what the machine's description says where virtual devices stand for its chips,
@@ -37,7 +37,7 @@ def with_hardware(session: Session, folder: Path, given: str | Hardware | None, 
     if found is None and measures and fabric.mesh.n_cables:
         session.timeline.note("measuring")
         with session.timeline.timed("measure"):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             mine = measure(fabric, file=path)
             found = session.coordination.tell(lambda: hardware_facts(mine))
     if found is None:
@@ -53,10 +53,8 @@ def file_name(fabric: Fabric, session: Session) -> str:
     return f"{kind}-{name_shape(shape)}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Folder) -> dict[str, Any] | None:
     """Return what was measured before; None if nothing was, or if the file is damaged, which is then measured again."""
-    if not path.exists():
-        return None
     try:
         return hardware_facts(read_hardware(path))
     except ParameterError:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from meshmend.buckets import Folder
 from meshmend.errors import MeshError, QuarantineError, RestartError, name_chip
 from meshmend.jax.engine.fabric import Fabric, discover
 from meshmend.jax.session.coordination import Coordination
@@ -30,7 +30,7 @@ ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine cle
 
 
 def agree_on_quarantine(
-    folder: str | Path | None, coordination: Coordination, hosts: Hosts | None = None
+    folder: Folder | None, coordination: Coordination, hosts: Hosts | None = None
 ) -> tuple[tuple[Quarantined, ...], tuple[str, ...]]:
     """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees.
 
@@ -53,7 +53,7 @@ def agree_on_quarantine(
     return tuple(Quarantined.of(facts) for facts in told["entries"]), tuple(told["domains"])
 
 
-def read_untrusted(folder: Path) -> list[tuple[int, int]]:
+def read_untrusted(folder: Folder) -> list[tuple[int, int]]:
     """Return which states are not to be trusted, by the fault log: see `untrusted`."""
     with _explained():
         return untrusted(FaultLog(folder))

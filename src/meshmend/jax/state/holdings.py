@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshmend.errors import RestartError
+from meshmend.files import with_timeout
 from meshmend.jax.session.session import Session
 from meshmend.jax.state.candidates import Source
 from meshmend.jax.state.disk.background import Checkpoints
@@ -24,7 +25,6 @@ from meshmend.jax.state.memory.copies import Copy, HostMemory, PartReader
 from meshmend.jax.state.memory.folders import delete_stale
 from meshmend.jax.state.memory.redundancy import look_for_room
 from meshmend.jax.state.recovery import Answer
-from meshmend.jax.state.waiting import with_timeout
 
 
 class Holdings:

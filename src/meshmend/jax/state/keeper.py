@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshmend.buckets import as_path
 from meshmend.errors import RestartError
+from meshmend.files import with_timeout
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.session.session import Session
 from meshmend.jax.state.candidates import UNCHECKED, Trust
 from meshmend.jax.state.disk.background import Checkpoints, warn_once
-from meshmend.jax.state.disk.disk import Disk, as_path
+from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.disk.read import read_foreign
 from meshmend.jax.state.holdings import Holdings
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
@@ -27,7 +29,6 @@ from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_bl
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.voting import Ballot
-from meshmend.jax.state.waiting import with_timeout
 from meshmend.launch.environment import LAUNCHER
 
 LOGGER = logging.getLogger(__name__)

@@ -2,15 +2,12 @@
 
 When a peer dies, a collective fails at once on the devices that communicate with it, and on no others: those wait for
 devices that will never answer. Waiting for one device after the other may block on one of those. So poll all of this
-process's devices, and raise the first error that any of them has. A shared disk may hang without an error: calls to it
-have a timeout.
+process's devices, and raise the first error that any of them has.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,27 +63,3 @@ def wait_for(tree: Tree) -> None:
             return
         waiting = still
         time.sleep(POLL_S)
-
-
-def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
-
-    A call into a dead network disk cannot be ended from outside: it stays behind in a daemon thread.
-    """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call(*arguments))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="meshmend-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return results[0]

@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 
 from meshmend.errors import RestartError
+from meshmend.files import with_timeout
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.session.session import Session
 from meshmend.jax.state.disk.disk import SLOWEST_BYTES_PER_S, Disk, SupersededError
 from meshmend.jax.state.disk.write import copy_to_host
 from meshmend.jax.state.layout.state_layout import StateLayout
-from meshmend.jax.state.waiting import with_timeout
 
 
 class Checkpoints:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import threading
@@ -26,17 +27,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshmend.buckets import as_os_errors, create, is_bucket, writable_path
 from meshmend.errors import MissingExtraError, RestartError
+from meshmend.files import with_timeout
 from meshmend.jax.session.coordination import Coordination
 from meshmend.jax.state.candidates import UNCHECKED, Preserved
-from meshmend.jax.state.disk.orbax import FACTS, STATE, ChunkStore, SavedArrays, Saver, imported, names_of
+from meshmend.jax.state.disk.orbax import FACTS, STATE, ChunkStore, SavedArrays, Saver, names_of
 from meshmend.jax.state.disk.read import read_state
 from meshmend.jax.state.disk.write import Checksums, ChunkWriter, VectorRun
 from meshmend.jax.state.layout.flat import dtype_named
 from meshmend.jax.state.layout.rectangles import ChunkGrid
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
 from meshmend.jax.state.layout.tree_signature import Identity
-from meshmend.jax.state.waiting import with_timeout
 from meshmend.launch.signing import file_key, is_signed, signature
 
 FORMAT = 2
@@ -80,11 +82,11 @@ class SupersededError(RestartError):
 class Disk:
     """The checkpoints in a folder that all hosts share. The newest `keep` stay, and the last that is verified.
 
-    `folder` is any path that Orbax takes, as in gs://bucket/job. Every process must make the same saves.
+    `folder` is any path that Orbax writes to, as in gs://bucket/job. Every process must make the same saves.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, timeout_s: float = 30.0) -> None:
-        self.folder = as_path(folder)
+        self.folder = writable_path(folder)
         self.preserved = Preserved(keep)
         self.timeout_s = timeout_s
         self._saver: Saver | None = None
@@ -97,8 +99,9 @@ class Disk:
         """Return the steps that have a checkpoint, oldest first, without importing Orbax; none is trusted yet."""
         try:
             # In a bucket nothing is renamed when it is complete: a file says so.
-            is_local = isinstance(self.folder, Path)
-            names = [path.name for path in self.folder.iterdir() if is_local or (path / COMMITTED).exists()]
+            is_local = not is_bucket(self.folder)
+            with as_os_errors(self.folder):
+                names = [path.name for path in self.folder.iterdir() if is_local or (path / COMMITTED).exists()]
         except FileNotFoundError:
             return []
         return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19 and str(int(name)) == name)
@@ -142,9 +145,11 @@ class Disk:
         """
         with self._claiming:
             if self._claimed != attempt:
-                (self.folder / "attempts").mkdir(parents=True, exist_ok=True)
                 try:
-                    (self.folder / "attempts" / str(attempt)).touch(exist_ok=False)
+                    with as_os_errors(self.folder):
+                        (self.folder / "attempts").mkdir(parents=True, exist_ok=True)
+                        claim = self.folder / "attempts" / str(attempt)
+                        create(claim, secrets.token_hex(8)) if is_bucket(claim) else claim.touch(exist_ok=False)
                 except FileExistsError:
                     raise SupersededError(
                         f"Another part of this job continues as attempt {attempt}: this one must stop."
@@ -159,7 +164,8 @@ class Disk:
 
     def claimed(self) -> int:
         """Return the newest attempt that any part of the job has begun, 0 if none has."""
-        return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
+        with as_os_errors(self.folder):
+            return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
 
     def set_aside_all_but(self, good: Container[int]) -> list[int]:
         """Move checkpoints that are damaged or newer than the restored step to `ABANDONED`; return their steps.
@@ -169,11 +175,14 @@ class Disk:
         """
         moved = [step for step in self.steps() if step not in good]
         aside = self.folder / ABANDONED
-        if moved and aside.exists():
-            shutil.rmtree(aside) if isinstance(aside, Path) else aside.rmtree()
-        for step in moved:
-            aside.mkdir(exist_ok=True)
-            (self.folder / str(step)).replace(aside / str(step))
+        with as_os_errors(self.folder):
+            if moved and aside.exists():
+                shutil.rmtree(aside) if isinstance(aside, Path) else aside.rmtree()
+            if moved and is_bucket(aside):  # where a folder is there if something is in it
+                (aside / "README").write_text("Checkpoints that were damaged, or newer than the restored step.")
+            for step in moved:
+                aside.mkdir(exist_ok=True)
+                (self.folder / str(step)).replace(aside / str(step))
         if self._saver is not None:
             self._saver.manager.reload()
         return moved
@@ -223,7 +232,8 @@ class Disk:
         try:
             if jax.process_index() == 0:
                 self.hold_claim(attempt)
-            self.folder.mkdir(parents=True, exist_ok=True)
+            with as_os_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
             self.steps()
         except SupersededError as error:
             mine["superseded"] = str(error)
@@ -287,13 +297,6 @@ class Disk:
             with contextlib.suppress(Exception):  # what went wrong with the last save has been raised
                 with_timeout(self.timeout_s, self._saver.manager.close)
             self._saver = None
-
-
-def as_path(folder: Any) -> Any:
-    """Return a path of this machine, or of a bucket as in gs://bucket/job, which needs Orbax's `etils`."""
-    if not isinstance(folder, str | Path):
-        return folder
-    return imported("etils.epath").Path(folder) if "://" in str(folder) else Path(folder).absolute()
 
 
 def read_plain(path: Any) -> bytes:
