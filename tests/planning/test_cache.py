@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,3 +214,28 @@ def test_every_planner_takes_a_budget() -> None:
         for nonsense in (0, -1, float("nan"), "soon"):
             with pytest.raises(ParameterError, match=r"budget_s is .*, expected a positive number of seconds"):
                 plan(Mesh("4x4"), name, budget_s=nonsense)
+
+
+def test_what_is_used_can_be_sent_to_another_cache(tmp_path: Path) -> None:
+    here, there = PlanCache(tmp_path / "here"), PlanCache(tmp_path / "there", is_complete=True)
+    plan(MESH, "row-pairs", cache=here)
+    with pytest.raises(LookupError, match="has no plan for 8x8"):
+        plan(MESH, "row-pairs", cache=there)
+    used = PlanCache(here.folder, is_complete=True)
+    schedule = plan(MESH, "row-pairs", cache=used)
+    there.unpack(used.pack())
+    assert plan(MESH, "row-pairs", cache=there) == schedule
+    assert [path.name for path in there.used] == [path.name for path in used.used]
+    assert len(there) == 1
+
+
+def test_what_another_host_sends_stays_in_the_folder_and_is_proven(tmp_path: Path) -> None:
+    cache, content = PlanCache(tmp_path / "cache"), io.BytesIO()
+    name = cache.path(MESH, Hamiltonian()).name
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("../../outside.npz", b"no plan")
+        archive.writestr(name, b"no plan")
+    cache.unpack(content.getvalue())
+    assert sorted(path.name for path in cache.folder.iterdir()) == sorted(["outside.npz", name])
+    with pytest.warns(CacheWarning, match="is not used"):
+        assert cache.get(MESH, Hamiltonian()) is None
