@@ -36,12 +36,12 @@ job.close()
     ("shape", "domains", "lost", "covered", "who"),
     [
         # By hand: of four hosts, survivors are numbered 0 to 2, so that the last one compiles for nothing.
-        ("2x2", "", (1,), {"0": 0, "1": 1, "2": 2, "3": 2}, "1"),
+        ("2x2", "", (1,), {"0": 2, "1": 0, "2": 1, "3": 2}, "1"),
         pytest.param(
             "2x3",
             "aabbcc",
             (2, 3),
-            {"0": 0, "1": 1, "2": 2, "3": 3, "4": 4, "5": 4, "a": 0, "b": 1, "c": 2},
+            {"0": 4, "1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "a": 3, "b": 0, "c": 1},
             "b",
             marks=pytest.mark.slow,
         ),

@@ -181,9 +181,8 @@ def check_admitted(what: HostDescription) -> None:
         return
     machine = Hosts.read(what.machine)
     listed: tuple[Quarantined, ...] = ()
-    with contextlib.suppress(
-        OSError
-    ):  # where a disk or a bucket is away, process 0 reads the list when the round begins
+    # Where a disk or a bucket is away, process 0 reads the list when the round begins.
+    with contextlib.suppress(OSError):
         listed = with_timeout(LIST_S, lambda: QuarantineList(shared).active())
     entries = [one for one in listed if (one.suspect.host or 0) < len(machine)]
     if {*machine.chips(what.host)} <= {*chips_of(entries, machine)}:

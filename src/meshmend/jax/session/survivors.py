@@ -128,17 +128,20 @@ def fabric_without(
 def share_losses(losses: Sequence[Collection[int]], n_processes: int, *, are_renumbered: bool) -> list[int]:
     """Return for each of the possible losses, given as processes, the one that compiles for it.
 
-    They take turns, from the first to the last, and nobody compiles for a loss in which it has no device: the lost
-    ones themselves; or where survivors `are_renumbered`, so that the first processes stand in for them, the last ones.
+    They take turns, and nobody compiles for a loss in which it has no device: the lost ones themselves; or where
+    survivors `are_renumbered`, so that the first processes stand in for them, the last ones. Nor does a lost one if
+    there is another, because what it has in a folder of its own is lost with it.
 
     >>> share_losses([[0], [1], [2], [0, 1]], 3, are_renumbered=True)
-    [0, 1, 1, 0]
+    [1, 0, 1, 0]
     """
     found = []
     for number, lost in enumerate(losses):
-        turns = ((number - back) % n_processes for back in range(n_processes))
         gone = range(n_processes - len(lost), n_processes) if are_renumbered else lost
-        found.append(next(one for one in turns if one not in gone))
+        turns = ((number - back) % n_processes for back in range(1, n_processes + 1))
+        able = (turn for turn in turns if turn not in gone)
+        first = next(able)
+        found.append(first if first not in lost else next((one for one in able if one not in lost), first))
     return found
 
 
