@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ import pytest
 from launch.test_goodput import MadeUpJob, lived_through
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, HostHistory
-from meshmend.launch.metrics import MAX_CONNECTIONS, JobMetrics, serve_metrics
+from meshmend.launch.metrics import JobMetrics, serve_metrics
 from meshmend.launch.processes import free_port, wait_for_server
 from meshmend.launch.timeline import MARK, STAGES, Timeline
 from meshmend.launch.watching import Watch
@@ -260,59 +256,3 @@ def test_a_scrape_costs_in_proportion_to_hosts_and_to_rounds(
     assert detected == pytest.approx(2.0 * (rounds[1] - 1))
     ratio = n_lines(lambda: list(many.collect())) / n_lines(lambda: list(few.collect()))
     assert ratio < 4.5, f"four times as much costs {ratio:.1f} times as much"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-@contextmanager
-def idlers(port: int, n: int, words: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n") -> Iterator[list[socket.socket]]:
-    """Connections whose request never ends."""
-    held = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(n)]
-    try:
-        for one in held:
-            with suppress(OSError):
-                one.sendall(words)
-        yield held
-    finally:
-        for one in held:
-            one.close()
-
-
-def test_whoever_connects_takes_neither_many_threads_nor_the_metrics_from_others(tmp_path: Path) -> None:
-    port, n_threads = free_port(), threading.active_count()
-    with serve_metrics(tmp_path, "127.0.0.1", port), idlers(port, 5 * MAX_CONNECTIONS):
-        for _ in range(3):
-            assert ("meshmend_job_state", (("state", "starting"),)) in scrape(port)
-        assert threading.active_count() - n_threads <= 1 + 2 * MAX_CONNECTIONS
-
-
-def test_a_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.launch.metrics.ANSWER_S", 0.5)
-    port, n_threads = free_port(), threading.active_count()
-    with serve_metrics(tmp_path, "127.0.0.1", port), idlers(port, 4) as held:
-        for one in held:
-            assert one.recv(1) == b""
-        wait_until(lambda: threading.active_count() <= n_threads + 1)
-
-
-def test_threads_that_hang_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shared disk does not answer: each scrape would wait for it in a thread of its own, for ever."""
-    back = threading.Event()
-    monkeypatch.setattr(Watch, "read", lambda _: back.wait(60))
-    port, n_threads = free_port(), threading.active_count()
-    try:
-        with serve_metrics(tmp_path, "127.0.0.1", port):
-            for _ in range(5):
-                with idlers(port, MAX_CONNECTIONS, b"GET /metrics HTTP/1.0\r\n\r\n"):
-                    time.sleep(0.1)
-            assert threading.active_count() - n_threads <= 1 + 2 * MAX_CONNECTIONS
-            back.set()
-            wait_until(lambda: threading.active_count() <= n_threads + 1)
-            assert ("meshmend_job_state", (("state", "starting"),)) in scrape(port)
-    finally:
-        back.set()

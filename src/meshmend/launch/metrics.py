@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from http.server import ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
-from meshmend.launch.addresses import family_of, join_address
+from meshmend.launch.addresses import join_address
 from meshmend.launch.goodput import HostRound, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
@@ -24,10 +22,6 @@ from meshmend.quarantine.report import refused
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-ANSWER_S = 10.0
-"""How long a connection may say nothing, or take nothing."""
-MAX_CONNECTIONS = 16
-"""At once: a new one takes the place of the oldest."""
 BUCKETS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1800.0)
 """Upper ends of the histogram of a recovery's stages, in seconds."""
 
@@ -154,65 +148,21 @@ def _filled(family: Any, value: float | Mapping[str, float]) -> Metric:
     return cast("Metric", family)
 
 
-class _LimitedServer(ThreadingHTTPServer):
-    """Answers each connection in a thread. A new one takes the place of the oldest, so nobody keeps others out."""
-
-    request_queue_size = 128
-
-    def __init__(self, *args: Any) -> None:
-        self._open: dict[socket.socket, None] = {}
-        """In the order of their arrival, each with a thread, even if that cannot be ended. Threads only take out."""
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, unless too many of them hang."""
-        others = list(self._open)
-        # Those whose threads hang, in a disk that does not answer, are at the front and stay there.
-        for one in others[: max(0, len(others) + 1 - MAX_CONNECTIONS)]:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # which ends what its thread waits for
-        if len(others) < 2 * MAX_CONNECTIONS:
-            self._open[request] = None
-            super().process_request(request, client_address)
-        else:
-            super().shutdown_request(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Forget a connection whose thread has ended."""
-        self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: whoever connects could fill the launcher's output."""
-
-
 @contextmanager
 def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
-    """Serve a job inside the `with` block, from a thread, at http://ADDRESS:PORT/metrics.
-
-    `prometheus_client.start_http_server` has no limits: whoever reaches it could take all threads and descriptors.
-    """
+    """Serve a job inside the `with` block, from a thread, at http://ADDRESS:PORT/metrics."""
     require("prometheus_client", needed_for="Serving metrics", extra="operate")
-    from prometheus_client import CollectorRegistry, MetricsHandler
+    from prometheus_client import CollectorRegistry, start_http_server
 
     of_job = CollectorRegistry(auto_describe=False)
     of_job.register(JobMetrics(folder))
-
-    class Handler(MetricsHandler):
-        registry, timeout = of_job, ANSWER_S
-
-    class Server(_LimitedServer):
-        address_family = family_of(address)
-
     try:
-        server = Server((address, port), Handler)
+        server, thread = start_http_server(port, address, of_job)
     except OSError as error:
         raise LaunchError(
             f"Metrics cannot be served at {join_address(address, port)}: {error.strerror}. Give another port, as in "
             f"--metrics {join_address(address, port + 1)}."
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="meshmend-metrics", daemon=True)
-    thread.start()
     try:
         yield
     finally:
