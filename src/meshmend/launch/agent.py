@@ -83,26 +83,20 @@ class HostAgent:
 
         However it ends, the worker is stopped.
         """
-        acts: dict[str, Callable[[Any], Any]] = {
-            "join": self._join,
-            "start": self._start,
-            "look": self._look,
-            "stop": self._stop,
-            "raised": self.member.raised,
-            "fail": self.member.fail,
-            "finish": self.member.finish,
-        }
+        acts: dict[str, Any] = {"join": self._join, "start": self._start, "look": self._look, "stop": self._stop}
         decisions, answer = supervise(self.max_restarts, self._progress, self._report), None
         try:
             while True:
                 act = decisions.send(answer)
-                answer = acts[act.do](act.given)
+                answer = (acts.get(act.do) or getattr(self.member, act.do))(act.given)
         except StopIteration as end:
             over: Message = end.value
             return over
         except LeaveError:
             if self._is_training():
                 self.workers.ask_to_end(SAVE_S)
+                if self.workers.poll() == 0:  # it has finished: the job need not start again without it
+                    self.member.finish(0.0)
             raise
         finally:
             self.workers.stop()
@@ -126,8 +120,9 @@ class HostAgent:
         over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
         return Look(stopped, over, code, failure, is_frozen=code is None and self.workers.is_frozen())
 
-    def _stop(self, _: None) -> None:
+    def _stop(self, _: None) -> int | None:
         self.workers.stop()
+        return self.workers.poll()
 
 
 @dataclass(frozen=True)
@@ -163,11 +158,12 @@ def supervise(
         join     ask for the next round, with this host's own reason; the answer is an `Assignment`
         start    start the worker for it
         look     wait until the round ends, but no longer than this; the answer is a `Look`
-        stop     end the worker
+        stop     end the worker; the answer is its exit code
         raised   tell the store that the worker has raised this error, and will end with it
         fail     tell the store that this host gives up
         finish   tell the store that the worker has finished, and wait for the others; the answer is how the job ended
     """
+    over: Message
     left, reached, why = max_restarts, 0, ""
     before: WorkerFailure | None = None
     while True:
@@ -175,14 +171,17 @@ def supervise(
         yield Act("start", assigned)
         code, failure = yield from _watch(before, reached, progress, report)
         if code == 0:
-            over: Message = yield Act("finish", FINISH_S)
+            over = yield Act("finish", FINISH_S)
             return over
         if failure is not None and failure.kind == "final":
             # Before the worker ends: the others would take that for the reason.
             has_again = before is not None and before.error == failure.error
             again = "has raised it again, at the same line" if has_again else "would raise it again"
             yield from _give_up(f"{failure.error.rstrip('.')}. A restart {again}")
-        yield Act("stop")
+        ended = yield Act("stop")
+        if ended == 0:  # it has finished since
+            over = yield Act("finish", FINISH_S)
+            return over
         why = ""
         if code == STOPPED:
             why = "its worker has saved the state with the others, because a host was asked to leave"

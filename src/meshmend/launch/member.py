@@ -44,6 +44,11 @@ AWAY_S, STILL_AWAY_S = 3.0, 15.0
 """When a host says that it cannot reach the store, and the interval at which it says so again."""
 REFUSED_FOR_S = 15.0
 """How long a host that is refused for now tries again."""
+GONE_S = 1800.0
+"""How long a host that waits for a round looks for a store that it has reached before: long enough to start another one
+on another machine. Where it never comes back, the job is over, or nobody will start it again."""
+FAIL_S = 30.0
+"""How long a host that gives up tries to tell the store."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +98,20 @@ class Conversation:
     reached_at: str = ""
     """The address under which this host is reached."""
     is_admitted: bool = False
-    """Whether the store has admitted this host in the connection that there is, or was."""
+    """Whether there is a connection in which the store has admitted this host."""
     why: str = ""
     """Why the store could not be reached the last time."""
     uniform: Callable[[float, float], float] = field(default=random.uniform, repr=False)
     _number: int = 0
     _asked: Message | None = None
     """What was said last and has to be said again to a store that has been replaced."""
+    _raised: Message | None = None
+    """What was said of this round's worker, and has to be said again as well."""
+    _port: int = 0
     _reached: bool = False
     """Whether the store has ever admitted this host."""
     _is_challenged: bool = False
-    """Whether a store has challenged it in the last connection."""
+    """Whether a store has challenged it in this connection."""
     _refused_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -130,10 +138,6 @@ class Conversation:
         if self.over is not None:
             raise LaunchError(f"{OVER}{self.over['why']}.")
 
-    def connect(self) -> None:
-        """Begin to make a connection."""
-        self._is_challenged = self.is_admitted = False
-
     def greet(self, address: str) -> list[Message]:
         """Return what to say to a store that has challenged this host: a hello, and what it has to hear again."""
         self._is_challenged, self.reached_at = True, address
@@ -143,17 +147,18 @@ class Conversation:
             running = {"number": assigned.number, "name": assigned.name, "hosts": assigned.hosts}
         hello: Message = {"host": self.host, "hosts": self.hosts, "machine": self.machine, "address": address}
         hello |= {"running": running, "number": self._number}
-        return [hello] if self._asked is None else [hello, self._asked]
+        return [hello, *(one for one in (self._raised, self._asked) if one is not None)]
 
     def hear(self, message: Message) -> None:
         """Take what the store says. Raises `RefusedError` if that is a refusal."""
         kind = message["type"]
         if kind == "refused":
-            raise RefusedError(str(message["why"]), retryable=bool(message["retryable"]))
+            facts = {name: bool(message[name]) for name in ("retryable", "is_certain")}
+            raise RefusedError(str(message["why"]), **facts)
         if kind == "round":
             hosts, cut_off = message["hosts"], message["cut_off"]
             process = hosts.index(self.host)
-            self.stop = self._asked = None
+            self.stop = self._asked = self._raised = None
             self._number = int(message["number"])
             name, coordinator, before = (message[fact] for fact in ("name", "coordinator", "before"))
             address = address_elsewhere(self.reached_at, message.get("store_at", ""))
@@ -169,7 +174,8 @@ class Conversation:
         """Judge why the connection ended, or could not be made; return after how many seconds to try again."""
         why = str(error)
         if isinstance(error, RefusedError):
-            self._refused_at = now if self._refused_at is None else self._refused_at
+            if self._refused_at is None or not error.is_certain:
+                self._refused_at = now
             if not error.retryable or now > self._refused_at + REFUSED_FOR_S:
                 self.error = LaunchError(f"The store at {self.where} refuses this host: {error}.")
         elif isinstance(error, MessageError):
@@ -186,15 +192,24 @@ class Conversation:
             )
         self.why = why
         # Ever longer, not the same for all hosts, and so that no host is missed when the store is back.
+        self._is_challenged = self.is_admitted = False
         pause_s, longest_s = self._pause_s, min(LONGEST_AGAIN_S, self.silent_s / 3)
         self._pause_s = min(2 * pause_s, longest_s)
         return pause_s * self.uniform(0.5, 1.5)
 
-    def beat(self, now: float, *, is_connected: bool) -> Message | None:
-        """Return a message for people if the store has been away for so long that they should know."""
-        if is_connected and self.is_admitted:
+    def beat(self, now: float) -> Message | None:
+        """Return a message for people if the store has been away for so long that they should know.
+
+        If it stays away, a host that waits for it gives up.
+        """
+        if self.is_admitted:
             self._seen, self._due_s = now, AWAY_S
         away_s = now - self._seen
+        if away_s > GONE_S and self._reached and self._asked is not None and self.goes_on:
+            self.error = LaunchError(
+                f"The store at {self.where} has been away for {GONE_S / 60:g} minutes ({self.why or 'no answer'}), and "
+                "this host has no round to run. If the job is not over, start the store again, and then this host."
+            )
         if away_s < self._due_s or not self.goes_on:
             return None
         self._due_s = away_s + STILL_AWAY_S
@@ -203,8 +218,22 @@ class Conversation:
 
     def join(self, port: int, why: str = "") -> Message:
         """Ask for the next round."""
-        self.assignment = self.stop = None
+        self.assignment = self.stop = self._raised = None
+        self._port = port
         return self._ask({"type": "join", "port": port, "why": why})
+
+    def join_again(self) -> Message | None:
+        """Ask for another round where the one that was asked for has ended already; return None where it has not."""
+        return None if self.assignment is None or self.stop is None else self.join(self._port)
+
+    def raised(self, why: str) -> Message:
+        """Report that this host's worker has raised an error."""
+        self._raised = {"type": "raised", "why": why[:2000]}
+        return self._raised
+
+    def fail(self, why: str) -> Message:
+        """Report that this host gives up."""
+        return self._ask({"type": "failed", "why": why[:2000]})
 
     def finish(self) -> Message:
         """Report that this host's worker has finished."""
@@ -256,11 +285,15 @@ class Member:
     def join(self, port: int, why: str = "") -> Assignment:
         """Ask for the next round, and return it when it starts. Raises `LaunchError`, also when the job is over."""
         with self._changed:
-            self._send_message(self._talk.join(port, why))
-            while self._talk.assignment is None:
+            asks: Message | None = self._talk.join(port, why)
+            while True:
+                if asks is not None:
+                    self._send_message(asks)
                 self._talk.check()
+                if self._talk.assignment is not None:
+                    return self._talk.assignment
                 self._changed.wait(BEAT_S)
-            return self._talk.assignment
+                asks = self._talk.join_again()
 
     @property
     def over(self) -> Message | None:
@@ -280,26 +313,31 @@ class Member:
         """Report that this host's worker has finished; return how the job ended when all others have, too."""
         with self._changed:
             self._send_message(self._talk.finish())
-            until = time.monotonic() + timeout_s
-            while self._talk.over is None and time.monotonic() < until:
+            self._wait_over(timeout_s)
+            if self._talk.over is None:
                 self._talk.check()
-                self._changed.wait(BEAT_S)
             return self._talk.over or {"ok": True, "why": f"the others had not finished after {timeout_s:g} s"}
 
     def raised(self, why: str) -> None:
         """Report that this host's worker has raised an error: if those of all hosts do, the job ends with it."""
         with self._changed:
-            self._send_message({"type": "raised", "why": why[:2000]})
+            self._send_message(self._talk.raised(why))
 
     def fail(self, why: str) -> None:
-        """Report that this host gives up, which ends the job."""
+        """Report that this host gives up, which ends the job; return when the store has heard it, or after a while."""
         with self._changed:
-            self._send_message({"type": "failed", "why": why[:2000]})
+            self._send_message(self._talk.fail(why))
+            self._wait_over(FAIL_S)
 
     def send(self, message: Message) -> bool:
         """Send something to the store, if it is there; return whether it is."""
         with self._changed:
             return self._talk.is_admitted and self._send_message(message)
+
+    def _wait_over(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while self._talk.goes_on and (left := until - time.monotonic()) > 0:
+            self._changed.wait(min(BEAT_S, left))
 
     def close(self) -> None:
         """Leave the job."""
@@ -326,14 +364,15 @@ class Member:
             with self._changed:
                 self._send_message({"type": "beat"})
                 self._changed.wait(BEAT_S)
-                away = self._talk.beat(time.monotonic(), is_connected=self._connection is not None)
+                away = self._talk.beat(time.monotonic())
+                if self._talk.error is not None:
+                    self._changed.notify_all()
             if away is not None:
                 self._on_message(away)
 
     def _run(self) -> None:
         """Keep a connection to the store, and read what it says."""
         while self._goes_on():
-            self._talk.connect()
             try:
                 with socket.create_connection(self._store, timeout=self._silent_s) as connection:
                     self._converse(connection)
