@@ -41,9 +41,10 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from meshmend.errors import MeshmendError
@@ -165,6 +166,8 @@ class Membership:
     silent_s: float = SILENT_S
     ask_s: float = ASK_S
     raised_s: float = RAISED_S
+    make_name: Callable[[], str] = partial(secrets.token_hex, 8)
+    """Of a round."""
     members: OrderedDict[Hashable, Participant] = field(default_factory=OrderedDict)
     """By their connection; first the one that has been silent for longest."""
     outbox: list[tuple[Hashable, Message]] = field(default_factory=list)
@@ -405,7 +408,7 @@ class Membership:
         before, self.number = self.number, max(self.number, self.rounds_before) + 1
         self._enter(JobPhase.RUNNING)
         self._short, self._fates = False, _Fates(frozenset(hosts))
-        self.round = Round(self.number, secrets.token_hex(8), hosts)
+        self.round = Round(self.number, self.make_name(), hosts)
         first = self.members[self._keys[hosts[0]]]
         address = address_elsewhere(first.address, self.store_at)
         message: Message = {
