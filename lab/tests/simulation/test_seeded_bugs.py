@@ -120,7 +120,10 @@ def counts_twice(patch: Patch) -> None:
 BUGS: dict[str, tuple[Callable[[Patch], None], set[str]]] = {
     "the job that starts over": (starts_over, {"begins at 0", "a committed step is lost"}),
     "a copy removed early": (removes_early, {"removed too early"}),
-    "a round that starts before all workers of the last are stopped": (starts_early, {"a worker of the last round lives"}),
+    "a round that starts before all workers of the last are stopped": (
+        starts_early,
+        {"a worker of the last round lives"},
+    ),
     "a store that forgets the round after its restart": (forgets, {"a round is forgotten"}),
     "an end that depends on the order of messages": (ends_by_order, {"how a job ends"}),
     "silence counted by the store's own pause": (counts_own_pause, {"reported as silent"}),

@@ -295,6 +295,21 @@ def _halves(job: SimulatedJob, fault: Fault) -> bool:
     return True
 
 
+def in_last_moments(job: SimulatedJob, worker: SimulatedWorker) -> None:
+    """Let something happen to a host whose worker has done the last step: it is lost, or its worker fails."""
+    chance, number = job.queue.rng.random(), worker.host.number
+    if worker.host.is_dead or worker.code is not None:
+        return
+    job.n_faults["in its last moments"] += 1
+    job.tell("FAULT", f"host {number} in its last moments")
+    if chance < 0.5:
+        job.stop_host(number, quietly=chance < 0.25)
+        job.later(40.0 * chance, job.boot_host, number)
+    else:
+        job.excuses.add("a worker failed in its last moments")
+        worker.end(1)
+
+
 EFFECTS: dict[str, Callable[[SimulatedJob, Fault], bool]] = {
     "host killed": _kill,
     "host switched off": _switch_off,

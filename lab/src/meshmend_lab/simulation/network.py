@@ -75,7 +75,11 @@ class Wire:
     """One connection. Each end is an actor with what it does when a message has arrived."""
 
     def __init__(
-        self, network: Network, number: int, store: tuple[Actor, Callable[..., None]], host: tuple[Actor, Callable[..., None]]
+        self,
+        network: Network,
+        number: int,
+        store: tuple[Actor, Callable[..., None]],
+        host: tuple[Actor, Callable[..., None]],
     ) -> None:
         self.network = network
         self.number = number

@@ -59,7 +59,9 @@ class Fault:
     """What is left to chance in it, from 0 to 1."""
 
     def __str__(self) -> str:
-        who = "" if self.kind.startswith(("store", "disk", "messages")) else f" (host {', '.join(map(str, self.hosts))})"
+        who = (
+            "" if self.kind.startswith(("store", "disk", "messages")) else f" (host {', '.join(map(str, self.hosts))})"
+        )
         return f"{self.kind}{who}, for {self.seconds:.1f} s"
 
 
@@ -89,6 +91,8 @@ class Plan:
     state_wait_s: float
     total: int
     """Steps of the job; those that end amid faults have few."""
+    last_moments: float
+    """How likely something happens to each host when its worker has done the last step."""
     has_folder: bool
     """Whether the store keeps a folder that a store which is started again finds."""
     faults: tuple[Fault, ...] = field(repr=False)
@@ -121,7 +125,9 @@ def draw(seed: int, *, n_hosts: int | None = None, n_faults: int = 50) -> Plan:
     has_shards = rng.random() < 0.6 or n > 100
     is_checked = rng.random() < 0.2
     is_fatal = rng.random() < 0.05
-    kinds = [kind for kind in KINDS if rng.random() < 0.6 and (is_checked or kind != "wrong numbers")] or ["host killed"]
+    kinds = [kind for kind in KINDS if rng.random() < 0.6 and (is_checked or kind != "wrong numbers")] or [
+        "host killed"
+    ]
     weights = [KINDS[kind] for kind in kinds]
     mean_s = rng.choice([2.0, 5.0, 9.0])
     count = max(1, round(n_faults * rng.uniform(0.6, 1.4)))
@@ -155,6 +161,7 @@ def draw(seed: int, *, n_hosts: int | None = None, n_faults: int = 50) -> Plan:
         slow_s=rng.choice([0.05, 0.5, 2.0]),
         state_wait_s=rng.choice([0.0, 30.0, 90.0]),
         total=rng.randint(10, 150) if rng.random() < 0.3 else NEVER,
+        last_moments=rng.choice([0.0, 0.0, 0.1, 0.4]),
         has_folder=rng.random() < 0.8,
         faults=tuple(faults),
     )

@@ -63,7 +63,9 @@ class SimulatedCopy:
 
 
 @lru_cache(maxsize=4096)
-def parts_of(n_hosts: int, domains: tuple[str, ...], n_blocks: int, shards: bool) -> tuple[tuple[frozenset[int], ...], int]:
+def parts_of(
+    n_hosts: int, domains: tuple[str, ...], n_blocks: int, shards: bool
+) -> tuple[tuple[frozenset[int], ...], int]:
     """Return the parts that each process keeps, by the product's placement on a line of chips, and how many are shares.
 
     After the shares come the shards of each process, where there are any.
@@ -123,6 +125,7 @@ class SimulatedMemory(HostMemory):
         self.pinned = frozenset()
         self.hosts = ()
         self._n_written = 0
+        self._has_room = True
 
     def _files(self, ending: str = "") -> list[Any]:
         return [
@@ -130,15 +133,13 @@ class SimulatedMemory(HostMemory):
         ]
 
     def begin(self, name: str) -> None:
-        """Begin to write a copy: the memory of one that it supersedes is used again."""
-        for spare in self._superseded(sorted({*self._files(), _File(self, name)}))[:1]:
+        """Begin to write a copy: the memory of those that it supersedes is used again."""
+        for spare in self._superseded(sorted({*self._files(), _File(self, name)})):
             spare.unlink()
 
     def end(self, copy: SimulatedCopy) -> None:
         """Have a copy written."""
         self.files[copy.name] = copy
-        for old in self._superseded(self._files()):
-            old.unlink()
         self._n_written += 1
         if self._n_written == 2:
             self._drop_aside()

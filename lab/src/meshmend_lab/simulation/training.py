@@ -15,6 +15,7 @@ from meshmend.jax.state.candidates import UNCHECKED
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.launch.failure import LINGER_S, WorkerFailure, kind_of
 from meshmend.launch.member import Assignment
+from meshmend_lab.simulation.faults import in_last_moments
 from meshmend_lab.simulation.kernel import Actor
 from meshmend_lab.simulation.referee import BATCH
 from meshmend_lab.simulation.storage import Checkpoint, SimulatedCopy, SimulatedMemory, parts_of
@@ -202,7 +203,11 @@ class Training:
         self._n_joined += 1
         if self._n_joined == len(self.hosts) and not self._is_broken:
             judge = StateSearch(
-                self.hosts, self.number, "its folders", lambda *_: self.job.n_blocks(len(self.hosts)), self._describe_own
+                self.hosts,
+                self.number,
+                "its folders",
+                lambda *_: self.job.n_blocks(len(self.hosts)),
+                self._describe_own,
             )
             self.disk_answers = bool(self.job.plan.disk_every)
             for process, worker in sorted(self.workers.items()):
@@ -404,7 +409,9 @@ class Training:
             return
         if disk.claimed > self.attempt:
             for worker in self.workers.values():
-                worker.after(self.job.network.delay(), worker.fail, "lasting", "SupersededError: another part continues")
+                worker.after(
+                    self.job.network.delay(), worker.fail, "lasting", "SupersededError: another part continues"
+                )
             return
         if self.attempt not in disk.attempts:
             disk.attempts.add(self.attempt)
@@ -431,6 +438,8 @@ class Training:
         self.is_finishing, self.is_training = True, False
         for worker in self.workers.values():
             worker.after(0.2 + self.queue.rng.random() * 2.0, self._close, worker, 0)
+            if self.queue.rng.random() < self.job.plan.last_moments:
+                self.queue.at(self.queue.now + 2.5 * self.queue.rng.random(), None, in_last_moments, self.job, worker)
 
     def _close(self, worker: SimulatedWorker, n_looks: int) -> None:
         if (worker.process in self._writing or self._saving) and n_looks < 40:
