@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,5 +150,5 @@ def test_each_fault_that_is_put_back_is_found(bug: str, monkeypatch: Patch) -> N
     storage.parts_of.cache_clear()
     placement.place_on.cache_clear()
     assert found is not None, f"not found in {seed} jobs"
-    print(f"{bug}: {time.process_time() - began:.1f} s, seed {seed - 1}: {found}")
+    sys.stdout.write(f"{bug}: {time.process_time() - began:.1f} s, seed {seed - 1}: {found}" + "\n")
     assert found.kind in expected

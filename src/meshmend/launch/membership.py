@@ -1,10 +1,10 @@
 """Which hosts a job has, and when they start together: the store's decisions, without its sockets.
 
 There is one store, and only it decides who is in a round. A host that was left out is stopped before it may take part
-again. A store that takes the place of another knows only what hosts tell it. If those that come first have all been
-restarted, it starts a round without the ones that still train in the old one and are cut off from it: two rounds train
-then, until the network is whole. They have no host in common, so this cannot happen where a round needs more than half
-of the hosts. Where it needs fewer, only the claim of an attempt (`jax/state`) keeps the older round from writing.
+again. Hosts that are cut off from the store train on, and nobody can tell them to stop: if all of a round are, and
+others come to the store, or to one that has taken its place, two rounds train until the network is whole. They have no
+host in common, so this cannot happen where a round needs more than half of the hosts. Where it needs fewer, only the
+claim of an attempt (`jax/state`) keeps the older round from writing.
 
 A round is the time from one start of the workers to the next. When it ends, its hosts stop their workers and ask for
 the next, which starts as soon as all hosts that are there have asked: no keep-alive has to run out and nobody is waited
@@ -44,7 +44,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from meshmend.errors import MeshmendError
@@ -166,7 +165,7 @@ class Membership:
     silent_s: float = SILENT_S
     ask_s: float = ASK_S
     raised_s: float = RAISED_S
-    make_name: Callable[[], str] = partial(secrets.token_hex, 8)
+    make_name: Callable[[], str] = lambda: secrets.token_hex(8)
     """Of a round."""
     members: OrderedDict[Hashable, Participant] = field(default_factory=OrderedDict)
     """By their connection; first the one that has been silent for longest."""

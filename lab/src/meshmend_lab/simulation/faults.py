@@ -239,7 +239,7 @@ def _raise_one(job: SimulatedJob, fault: Fault) -> bool:
     return True
 
 
-def _raise_all(job: SimulatedJob, fault: Fault) -> bool:
+def _raise_all(job: SimulatedJob, _: Fault) -> bool:
     job.excuses.add("the script raised on every host")
     for host in list(job.hosts.values()):
         if not host.is_dead and host.worker is not None and host.worker.code is None:

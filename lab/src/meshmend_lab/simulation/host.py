@@ -61,7 +61,6 @@ class SimulatedHost(Actor):
         else:
             self._wire = Wire(network, self.number, (store, store.receive), (self, self.receive))
             self._greeted, self._heard_at = False, self.queue.now
-            self.job.connected(self._wire)
             store.accept(self._wire)
             self.after(2 * network.delay(), self._greet, self._wire)
 
@@ -93,7 +92,7 @@ class SimulatedHost(Actor):
             self._wake()
 
     def _lose(self, error: Exception) -> None:
-        """The connection has ended, or there was none."""
+        """Judge the end of a connection, or that there was none."""
         if self._wire is not None:
             self._wire.close(TO_HOST)
             self._wire = None
@@ -248,7 +247,7 @@ class SimulatedHost(Actor):
             self._end(None, str(error))
 
     def _end(self, over: Message | None, error: str) -> None:
-        """The agent has returned, or raised an error: its process ends."""
+        """End the process: the agent has returned, or raised an error."""
         if self.worker is not None:
             self.worker.end(-9)
         if over is None and self.talk.over is not None and self.talk.over["ok"]:

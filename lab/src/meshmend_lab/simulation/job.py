@@ -11,7 +11,7 @@ from meshmend.launch.member import GONE_S, Assignment
 from meshmend_lab.simulation.faults import inject
 from meshmend_lab.simulation.host import SimulatedHost
 from meshmend_lab.simulation.kernel import Actor, Queue
-from meshmend_lab.simulation.network import Message, Network, Wire
+from meshmend_lab.simulation.network import Message, Network
 from meshmend_lab.simulation.plan import Plan
 from meshmend_lab.simulation.referee import Referee, Violation, WatchedMembership
 from meshmend_lab.simulation.storage import SimulatedCopy, SimulatedDisk
@@ -131,9 +131,6 @@ class SimulatedJob:
         self._n_names += 1
         return f"{self._n_names:04d}"
 
-    def connected(self, wire: Wire) -> None:
-        """A host has a new connection."""
-
     def n_blocks(self, n_hosts: int) -> int:
         """Return into how many blocks the replicated state is cut."""
         return max(1, min(self.plan.n_blocks, n_hosts // 2))
@@ -184,7 +181,7 @@ class SimulatedJob:
         return True
 
     def store_ends(self, store: SimulatedStore) -> None:
-        """The job is over, and the store has told those that it could."""
+        """End the job, when the store has told those hosts that it could."""
         self.over, self.over_at = store.membership.over, self.queue.now
         self.tell("store", "ends", self.over)
         store.stop(quietly=False)
@@ -256,7 +253,7 @@ class SimulatedJob:
         return worker
 
     def host_ends(self, host: SimulatedHost, over: Message | None, error: str) -> None:
-        """A host's process ends by itself."""
+        """Take the end of a host's process; its scheduler may start it again."""
         self.tell(f"host {host.number}", f"ends: {error or over}")
         self.died_at[host.number] = self.queue.now
         host.stop(quietly=False)

@@ -128,7 +128,7 @@ def draw(seed: int, *, n_hosts: int | None = None, n_faults: int = 50) -> Plan:
     kinds = [kind for kind in KINDS if rng.random() < 0.6 and (is_checked or kind != "wrong numbers")] or [
         "host killed"
     ]
-    weights = [KINDS[kind] for kind in kinds]
+    weights = [KINDS[kind] * (4 if kind == "wrong numbers" else 1) for kind in kinds]
     mean_s = rng.choice([2.0, 5.0, 9.0])
     count = max(1, round(n_faults * rng.uniform(0.6, 1.4)))
     faults, at = list[Fault](), rng.uniform(0.0, 60.0)

@@ -43,9 +43,10 @@ class WatchedMembership(Membership):
         is_new = self.phase is JobPhase.GATHERING
         super().arrive(key, hello, address, now)
         claimed = hello.get("running")
-        if is_new and claimed is not None and (self.round is None or self.round.name != claimed["name"]):
-            if not self._keys.keys() & {*claimed["hosts"]} - {hello["host"]}:
-                self.referee.on_forgotten(hello)
+        if not is_new or claimed is None or (self.round is not None and self.round.name == claimed["name"]):
+            return
+        if not self._keys.keys() & {*claimed["hosts"]} - {hello["host"]}:
+            self.referee.on_forgotten(hello)
 
     def _lose(self, keys: list[Hashable], why: str, now: float) -> None:
         if why.startswith("not heard from"):
@@ -68,9 +69,9 @@ class Commit:
 
     key: Key
     hosts: tuple[int, ...]
-    written: set[int] = field(default_factory=set)
+    written: dict[int, float] = field(default_factory=dict)
+    """When each host has written its part."""
     is_complete: bool = False
-    at: float = 0.0
 
 
 class Referee:
@@ -96,14 +97,14 @@ class Referee:
     # The store.
 
     def on_forgotten(self, hello: Message) -> None:
-        """A new store ends a round that a host runs in, though no other host of that round has lost its worker."""
+        """Judge a new store that ends a round, though no host of it has lost its worker."""
         self._violated(
             "a round is forgotten",
             f"host {hello['host']} runs round {hello['running']['number']}, which a new store ends",
         )
 
     def on_silent(self, key: Hashable, why: str) -> None:
-        """A host is dropped for its silence: it must have been silent, or unheard for a reason of its own."""
+        """Judge that a host is dropped: it must have been silent, or unheard for a reason of its own."""
         assert isinstance(key, Wire)  # noqa: S101  # the store's connections
         host: Any = key.ends[TO_HOST][0]
         is_well = not host.is_dead and not host.is_frozen and not key.is_lost and key.is_open[1]
@@ -112,20 +113,19 @@ class Referee:
             self._violated("reported as silent", f"host {key.number} is dropped as {why}, and has sent heartbeats")
 
     def before_round(self, membership: Membership, hosts: tuple[int, ...]) -> None:
-        """A round starts: no worker of the last one may live on a host that is there."""
+        """Judge the start of a round: no worker of the last one may live on a host that is there."""
         now = self.job.store.time() if self.job.store else 0.0
         if len(hosts) < membership.least:
             self._violated("too few hosts", f"a round of {len(hosts)} starts, at least {membership.least} are needed")
-        has_waited = now >= max(membership._arrived_at, membership._ended_at) + ASK_S  # noqa: SLF001
+        has_waited = now >= max(membership._arrived_at, membership._ended_at) + ASK_S
         for key, member in membership.members.items():
             host: Any = key.ends[TO_HOST][0] if isinstance(key, Wire) else None
             worker = None if host is None or host.is_dead else host.worker
-            if worker is not None and worker.code is None and member.state != "done":
-                if member.host in hosts or not has_waited:
-                    self._violated(
-                        "a worker of the last round lives",
-                        f"a round starts, and host {member.host} still runs its worker of round {worker.training.number}",
-                    )
+            if worker is None or worker.code is not None or member.state == "done":
+                continue
+            if member.host in hosts or not has_waited:
+                which = f"host {member.host} still runs its worker of round {worker.training.number}"
+                self._violated("a worker of the last round lives", f"a round starts, and {which}")
         number = max(membership.number, membership.rounds_before) + 1
         known = max((self._number_of(key) for key in membership.members), default=0)
         if number <= known:
@@ -134,16 +134,16 @@ class Referee:
     @staticmethod
     def _number_of(key: Hashable) -> int:
         host: Any = key.ends[TO_HOST][0] if isinstance(key, Wire) else None
-        return 0 if host is None else int(host.talk._number)  # noqa: SLF001
+        return 0 if host is None else int(host.talk._number)
 
     def on_over(self, membership: Membership, *, ok: bool, why: str) -> None:
-        """The job ends: as a success only if a worker has finished, as a failure only with a reason."""
+        """Judge the end: a success only if a worker has finished, a failure only for a reason."""
         job = self.job
         if ok and not job.finished:
             self._violated("how a job ends", f"it ends as a success ({why}), and no worker has finished")
         if not ok and "gave up" not in why and "raised an error" not in why:
             # A worker that failed by itself, after another one had finished. The loss of a host would explain it.
-            lost = [host for host in membership._fates.hosts if job.died_at.get(host, -1.0) > job.round_at]  # noqa: SLF001
+            lost = [host for host in membership._fates.hosts if job.died_at.get(host, -1.0) > job.round_at]
             if lost:
                 self._violated(
                     "how a job ends", f"it ends as a failure ({why}), and hosts {lost} of its round were lost"
@@ -152,7 +152,7 @@ class Referee:
             self._violated("how a job ends", f"it ends as a failure for no reason: {why}")
 
     def after_store(self, store: SimulatedStore) -> None:
-        """The store has acted: its books must agree, and the hosts of its round run that round or none."""
+        """Judge the books of a store that has acted: its round and its members agree."""
         membership = store.membership
         round_ = membership.round
         if round_ is not None and round_.name not in self.numbers.values():
@@ -161,14 +161,14 @@ class Referee:
         if membership.phase is JobPhase.OVER:
             return
         if round_ is not None and membership.phase is JobPhase.RUNNING:
-            running = {membership.members[key].host for key in membership._in["running"]}  # noqa: SLF001
+            running = {membership.members[key].host for key in membership._in["running"]}
             if running != set(round_.hosts):
                 self._violated("the store's books", f"the round has hosts {round_.hosts}, of which {running} run")
 
     # Hosts.
 
     def before_start(self, host: SimulatedHost, assigned: Assignment) -> None:
-        """A worker is about to start: not for a round that its host knows to be over, nor for an older one."""
+        """Judge the start of a worker: not for a round that its host knows to be over, nor for an older one."""
         if host.talk.stop is not None:
             self._violated("a round that is over", f"host {host.number} starts a worker for round {assigned.number}")
         if host.worker is not None and host.worker.training.number >= assigned.number:
@@ -179,7 +179,7 @@ class Referee:
     # Training.
 
     def on_step(self, training: Training) -> None:
-        """A step is done."""
+        """Judge a step that is done."""
         job = self.job
         if training.position != training.step * BATCH:
             self._violated(
@@ -207,62 +207,62 @@ class Referee:
     _interrupted_number = 0
 
     def on_interrupted(self, training: Training) -> None:
-        """A worker of a round that trained is gone."""
+        """Note that a round that trained has lost a worker."""
         if self._interrupted_at is None:
             self._interrupted_at, self._interrupted_number = self.job.queue.now, training.number
 
     def on_copy(self, copy: SimulatedCopy) -> None:
-        """A host begins to write a copy."""
+        """Note that a host begins to write a copy."""
         self.commits.setdefault(copy.generation, Commit(copy.key, copy.hosts))
 
     def on_written(self, host: int, copy: SimulatedCopy) -> None:
-        """A host has written a copy: the step is committed when all of its round have."""
+        """Note that a host has written a copy: the step is committed when all of its round have."""
         commit = self.commits[copy.generation]
-        commit.written.add(host)
+        commit.written[host] = self.job.queue.now
         if len(commit.written) == len(commit.hosts) and not commit.is_complete:
             self._complete(commit)
 
     def _complete(self, commit: Commit) -> None:
-        commit.is_complete, commit.at = True, self.job.queue.now
+        commit.is_complete = True
         if self.newest is None or commit.key > self.newest.key:
             self.newest = commit
         if len(self.commits) > 50:
             self.commits = dict([*self.commits.items()][-20:])
 
     def on_removed(self, host: int, copy: SimulatedCopy) -> None:
-        """The product removes a copy: something newer must be complete, or the same on disk."""
+        """Judge the removal of a copy: something newer must be complete, or the same on disk."""
         if len(self.job.memories[host]) > 2 + self.job.plan.is_checked:
             return  # several starts in a row have ended before their first copy was complete: only so many stay
         newest = self.newest.key if self.newest is not None else (0, 0)
         on_disk = max((one.key for one in self.job.disk.checkpoints.values()), default=(0, 0))
-        if max(newest, on_disk, self.saved) <= copy.key and not on_disk == copy.key and not self.saved == copy.key:
+        if max(newest, on_disk, self.saved) <= copy.key and copy.key not in (on_disk, self.saved):
             self._violated(
                 "removed too early",
-                f"host {host} removes its copy of step {copy.key[1]} (attempt {copy.key[0]}), and nothing newer is complete",
+                f"host {host} removes its copy of {copy.key}, and nothing newer is complete",
             )
 
     saved: Key = (0, 0)
     """The newest checkpoint that was ever complete."""
 
     def on_saved(self, saved: Checkpoint, removed: list[Checkpoint]) -> None:
-        """A checkpoint is complete, and others are removed for it."""
+        """Judge what is removed for a checkpoint that is complete."""
         self.saved = max(self.saved, saved.key)
         if any(one.key >= saved.key for one in removed):
             self._violated("removed too early", f"a checkpoint of step {removed[0].key[1]} is removed for an older one")
 
     def on_set_aside(self, checkpoint: Checkpoint, training: Training) -> None:
-        """A restart sets a checkpoint aside: never one that it could have resumed from."""
+        """Judge what a restart sets aside: never a checkpoint that it could have resumed from."""
         source = training.attempt, training.step
         if checkpoint.is_damaged or not self._trusts(checkpoint.key) or checkpoint.key < source:
             return
         self._violated("set aside", f"the checkpoint {checkpoint.key}, newer than {source}, is intact")
 
     def on_lost(self, host: int) -> None:
-        """A fault has taken copies, or damaged one."""
+        """Note that a fault has taken copies, or damaged one."""
         self.lost_at[host] = self.job.queue.now
 
     def on_storage_fault(self) -> None:
-        """The disk has lost what it had."""
+        """Note that the disk has lost what it had."""
         self.saved = max((one.key for one in self.job.disk.checkpoints.values()), default=(0, 0))
 
     def _trusts(self, key: Key) -> bool:
@@ -301,7 +301,7 @@ class Referee:
         commit = self.newest
         if commit is None or len(commit.hosts) < 2 or not self._trusts(commit.key) or self.job.n_started_over:
             return None
-        lost = {host for host in commit.hosts if self.lost_at.get(host, -1.0) >= commit.at}
+        lost = {host for host in commit.hosts if self.lost_at.get(host, -1.0) >= commit.written[host]}
         domains = self.job.plan.domains
         named = {domains[host] for host in lost} if domains else set()
         within = len(named) == 1 and 2 * sum(domains[host] in named for host in commit.hosts) <= len(commit.hosts)
@@ -310,7 +310,7 @@ class Referee:
         return commit if {*commit.hosts} - lost <= {*training.hosts} else None
 
     def on_judged(self, training: Training, answer: Any, error: Exception | None) -> None:
-        """Process 0 has answered: it may begin anew, wait or give up only where nothing can be restored."""
+        """Judge process 0's answer: it may begin anew, wait or give up only where nothing can be restored."""
         if error is None and answer["do"] not in ("start", "wait"):
             return
         if error is None and answer["do"] == "start" and (traces := self._traces(training)):
@@ -336,7 +336,7 @@ class Referee:
         return self.job.has_deleted
 
     def on_resumed(self, training: Training, source: Message | None, begun: Message) -> None:
-        """A round resumes: from the newest state that there is."""
+        """Judge which state a round resumes from: the newest that there is."""
         if source is None:
             return
         key = source["attempt"], source["step"]

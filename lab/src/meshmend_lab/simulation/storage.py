@@ -101,10 +101,10 @@ class _File:
         return _File(self.memory, name)
 
     def is_dir(self) -> bool:
-        """It is a file."""
+        """Return that it is a file."""
         return False
 
-    def unlink(self, missing_ok: bool = False) -> None:
+    def unlink(self, missing_ok: bool = False) -> None:  # noqa: ARG002  # as a path has it
         """Remove it."""
         copy = self.memory.files.pop(self.name, None)
         if copy is not None:
@@ -134,7 +134,8 @@ class SimulatedMemory(HostMemory):
 
     def begin(self, name: str) -> None:
         """Begin to write a copy: the memory of those that it supersedes is used again."""
-        for spare in self._superseded(sorted({*self._files(), _File(self, name)})):
+        files: set[Any] = {*self._files(), _File(self, name)}
+        for spare in self._superseded(sorted(files)):
             spare.unlink()
 
     def end(self, copy: SimulatedCopy) -> None:

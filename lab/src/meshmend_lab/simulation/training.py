@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshmend.errors import MeshmendError, RestartError
+from meshmend.errors import MeshmendError
 from meshmend.jax.state.candidates import UNCHECKED
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.launch.failure import LINGER_S, WorkerFailure, kind_of
