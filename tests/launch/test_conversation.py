@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshmend.errors import LaunchError
-from meshmend.launch.member import AWAY_S, GONE_S, REFUSED_FOR_S, STILL_AWAY_S, Conversation
+from meshmend.launch.member import AWAY_S, GONE_S, MOST_REFUSALS, STILL_AWAY_S, Conversation
 from meshmend.launch.membership import RefusedError
 from meshmend.launch.messages import MessageError
 
@@ -122,10 +122,18 @@ def test_a_host_is_refused_for_good_only_by_one_that_is_certainly_there() -> Non
     """The rightful host gave up: pauses of the store had made what was left of its old process seem alive."""
     for is_certain in (True, False):
         talk = make()
-        for second in range(int(REFUSED_FOR_S) + 2):
+        for second in range(MOST_REFUSALS + 1):
             assert talk.goes_on
             refuse(talk, 100.0 + second, is_certain=is_certain)
         assert talk.goes_on is not is_certain
+
+
+def test_a_host_that_was_frozen_between_two_refusals_tries_on() -> None:
+    """A simulated host gave up after two: between them it was frozen for half a minute, or its clock had jumped."""
+    talk = make()
+    refuse(talk, 100.0, is_certain=True)
+    refuse(talk, 133.0, is_certain=True)
+    assert talk.goes_on
 
 
 def test_a_host_that_does_not_belong_gives_up_at_once() -> None:

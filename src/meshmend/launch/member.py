@@ -42,8 +42,9 @@ FOREIGN = ("key", "malformed")
 """Answers, signed by nobody, of a store that is not this host's: wrong at the start, and nothing to wait for."""
 AWAY_S, STILL_AWAY_S = 3.0, 15.0
 """When a host says that it cannot reach the store, and the interval at which it says so again."""
-REFUSED_FOR_S = 15.0
-"""How long a host that is refused for now tries again."""
+MOST_REFUSALS = 6
+"""How often in a row a host may be refused for now: as many attempts take 5 to 16 s. No clock says so, since it also
+counts the time that this host was frozen."""
 GONE_S = 1800.0
 """How long a host that waits for a round looks for a store that it has reached before: long enough to start another one
 on another machine. Where it never comes back, the job is over, or nobody will start it again."""
@@ -112,7 +113,7 @@ class Conversation:
     """Whether the store has ever admitted this host."""
     _is_challenged: bool = False
     """Whether a store has challenged it in this connection."""
-    _refused_at: float | None = None
+    _n_refusals: int = 0
 
     def __post_init__(self) -> None:
         self._began = self._seen = self.now
@@ -174,9 +175,8 @@ class Conversation:
         """Judge why the connection ended, or could not be made; return after how many seconds to try again."""
         why = str(error)
         if isinstance(error, RefusedError):
-            if self._refused_at is None or not error.is_certain:
-                self._refused_at = now
-            if not error.retryable or now > self._refused_at + REFUSED_FOR_S:
+            self._n_refusals = self._n_refusals + 1 if error.is_certain else 1
+            if not error.retryable or self._n_refusals > MOST_REFUSALS:
                 self.error = LaunchError(f"The store at {self.where} refuses this host: {error}.")
         elif isinstance(error, MessageError):
             why = f"what answers there refuses this host: {error}"
@@ -184,8 +184,8 @@ class Conversation:
         if self._is_challenged:
             self._began = now  # it is there, and has too much to do
         if self.is_admitted:
-            self._refused_at, self._pause_s = None, AGAIN_S
-        if not self._reached and self._refused_at is None and now > self._began + self.reach_s:
+            self._n_refusals, self._pause_s = 0, AGAIN_S
+        if not self._reached and not self._n_refusals and now > self._began + self.reach_s:
             self.error = LaunchError(
                 f"No store answers at {self.where} ({why}). Start one with `meshmend store` on a machine that "
                 "does not die with a host, and give its address as --store."

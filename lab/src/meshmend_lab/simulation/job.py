@@ -299,17 +299,17 @@ class SimulatedJob:
         if self.over is not None:
             return
         if self.last_step_at < since:
-            raise Violation("liveness", f"no step within {CALM_S:g} s of the last fault: {self._describe()}")
+            raise Violation("trains again", f"no step within {CALM_S:g} s of the last fault: {self._describe()}")
         self.later(CALM_S, self._check_over)
 
     def _check_over(self) -> None:
         if self.over is None:
-            raise Violation("liveness", f"the job does not end within {CALM_S:g} s: {self._describe()}")
+            raise Violation("ends", f"the job does not end within {CALM_S:g} s: {self._describe()}")
 
     def _check_ended(self) -> None:
         alive = [number for number, host in self.hosts.items() if not host.is_dead]
         if alive:
-            raise Violation("liveness", f"the job is over, and hosts {alive} run on")
+            raise Violation("no host waits", f"the job is over, and hosts {alive} run on")
 
     def _describe(self) -> str:
         if self.store is None or self.store.is_dead:

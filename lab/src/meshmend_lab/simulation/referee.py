@@ -231,7 +231,9 @@ class Referee:
 
     def on_removed(self, host: int, copy: SimulatedCopy) -> None:
         """Judge the removal of a copy: something newer must be complete, or the same on disk."""
-        if len(self.job.memories[host]) > 2 + self.job.plan.is_checked:
+        worker = self.job.hosts[host].worker
+        pinned = worker.holdings.memory.pinned if worker is not None and worker.holdings is not None else ()
+        if sum(one.key[1] not in pinned for one in self.job.memories[host].values()) > 2:
             return  # several starts in a row have ended before their first copy was complete: only so many stay
         newest = self.newest.key if self.newest is not None else (0, 0)
         on_disk = max((one.key for one in self.job.disk.checkpoints.values()), default=(0, 0))

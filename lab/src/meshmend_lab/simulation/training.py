@@ -438,7 +438,7 @@ class Training:
         self.is_finishing, self.is_training = True, False
         for worker in self.workers.values():
             worker.after(0.2 + self.queue.rng.random() * 2.0, self._close, worker, 0)
-            if self.queue.rng.random() < self.job.plan.last_moments:
+            if self.queue.rng.random() < self.job.plan.last_moments and not self.job.is_calm:
                 self.queue.at(self.queue.now + 2.5 * self.queue.rng.random(), None, in_last_moments, self.job, worker)
 
     def _close(self, worker: SimulatedWorker, n_looks: int) -> None:
