@@ -255,7 +255,12 @@ class Referee:
     def on_set_aside(self, checkpoint: Checkpoint, training: Training) -> None:
         """Judge what a restart sets aside: never a checkpoint that it could have resumed from."""
         source = training.attempt, training.step
-        if checkpoint.is_damaged or not self._trusts(checkpoint.key) or checkpoint.key < source:
+        if (
+            checkpoint.is_damaged
+            or checkpoint.checksum not in training.offered
+            or not self._trusts(checkpoint.key)
+            or checkpoint.key < source
+        ):
             return
         self._violated("set aside", f"the checkpoint {checkpoint.key}, newer than {source}, is intact")
 
@@ -281,7 +286,8 @@ class Referee:
                 parts.setdefault(copy.generation, set()).update(copy.parts - copy.damaged)
         found += [about[name].key for name, has in parts.items() if len(has) == about[name].n_parts]
         if self.job.plan.disk_every and training.disk_answers:
-            found += [one.key for one in self.job.disk.checkpoints.values() if not one.is_damaged]
+            there = [one for one in self.job.disk.checkpoints.values() if one.checksum in training.offered]
+            found += [one.key for one in there if not one.is_damaged]
         begun = self._begun(training)
         found = [key for key in found if self._trusts(key) and key[0] >= begun and begun != training.number]
         return max(found, default=None)

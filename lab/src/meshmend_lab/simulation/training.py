@@ -95,6 +95,7 @@ class Holdings:
                 self.training.disk_answers = False
             else:
                 held["offers"] += disk.offers()
+                self.training.offered = {one.checksum for one in disk.checkpoints.values()}
                 held["claimed"] = disk.claimed
         return held
 
@@ -168,6 +169,8 @@ class Training:
         self.saved_step = -1
         """The last step that is known to be on disk."""
         self.is_training = self.is_finishing = self.disk_answers = False
+        self.offered: set[str] = set()
+        """Checkpoints that were there when process 0 looked: another round may write more."""
         self._protocols: list[Any] = []
         self._facts: dict[int, Any] = {}
         self._questions: dict[int, Any] = {}
