@@ -115,10 +115,10 @@ class HostAgent:
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _look(self, patience_s: float) -> Look:
+    def _look(self, patience_s: float) -> Seen:
         stopped = self.member.wait_stopped(patience_s)
         over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
-        return Look(stopped, over, code, failure, is_frozen=code is None and self.workers.is_frozen())
+        return Seen(stopped, over, code, failure, is_frozen=code is None and self.workers.is_frozen())
 
     def _stop(self, _: None) -> int | None:
         self.workers.stop()
@@ -134,7 +134,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Look:
+class Seen:
     """What an agent sees of its worker and of the store."""
 
     stopped: Message | None
@@ -157,7 +157,7 @@ def supervise(
 
         join     ask for the next round, with this host's own reason; the answer is an `Assignment`
         start    start the worker for it
-        look     wait until the round ends, but no longer than this; the answer is a `Look`
+        look     wait until the round ends, but no longer than this; the answer is a `Seen`
         stop     end the worker; the answer is its exit code
         raised   tell the store that the worker has raised this error, and will end with it
         fail     tell the store that this host gives up
@@ -220,7 +220,7 @@ def _watch(
     told = is_repeated = False
     n_frozen = 0  # looks at it in a row: a clock would also count the time that this process was frozen itself
     while True:
-        seen: Look = yield Act("look", MONITOR_S)
+        seen: Seen = yield Act("look", MONITOR_S)
         code, failure = seen.code, seen.failure
         n_frozen = n_frozen + 1 if seen.is_frozen else 0
         if n_frozen * MONITOR_S >= SILENT_S:
@@ -241,7 +241,7 @@ def _watch(
             return None, failure if seen.stopped["lost"] is None else None
         # Where its peers are gone, the store says so within moments, and this failure is none of its own.
         if is_repeated or code is not None:
-            news: Look = yield Act("look", NEWS_S)
+            news: Seen = yield Act("look", NEWS_S)
             if news.stopped is None:
                 return code, replace(failure, kind="final") if failure is not None and is_repeated else failure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.agent import MONITOR_S, Act, Decisions, Look, supervise
+from meshmend.launch.agent import MONITOR_S, Act, Decisions, Seen, supervise
 from meshmend.launch.failure import WorkerFailure
 from meshmend.launch.member import FAIL_S, Assignment, Conversation
 from meshmend.launch.membership import BEAT_S, RefusedError
@@ -197,12 +197,12 @@ class SimulatedHost(Actor):
         if not self.is_dead and self._act.do == "look":
             self.after(self.queue.rng.random() * MONITOR_S, self._look_again)
 
-    def _look(self) -> Look:
+    def _look(self) -> Seen:
         worker = self.worker
         assert worker is not None  # noqa: S101  # it looks at one
         stopped = self.talk.stopped
         is_frozen = worker.is_frozen and worker.code is None
-        return Look(stopped, self.talk.over, worker.code, worker.failure, is_frozen)
+        return Seen(stopped, self.talk.over, worker.code, worker.failure, is_frozen)
 
     def _look_again(self) -> None:
         """Answer a look as soon as there is something to be seen: looks at nothing new change nothing."""
