@@ -20,6 +20,7 @@ ORDER = [
     "mesh",
     "simgrid",
     "availability",
+    "simulation",
     "paper",
     "tenstorrent",
     "export",

@@ -29,6 +29,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "delay without a lab", ["--loopback", "1x2", "--delay", "5ms"], "--delay is of a lab's links"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("simulate", "no range", ["--seeds", "7"], "expected the first seed and the one after the last"),
     ("availability", "bad host", ["4x4", "--assume", "host=3x3"], "host of 3x3 chips does not tile"),
     ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),

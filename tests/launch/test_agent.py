@@ -105,6 +105,7 @@ class Scripted:
 
     def stop(self) -> None:
         self.is_running = False
+        self.now = 0 if self.now == "lost, and has finished" else self.now
 
 
 def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2, is_training: bool = True) -> Any:
@@ -134,6 +135,26 @@ def test_a_change_of_hosts_is_no_failure() -> None:
     assert over["ok"]
     assert script.told == ["join"] * 5 + ["finish"]
     assert [event for event, _ in reports] == ["started"] * 5
+
+
+def test_a_worker_that_has_finished_while_it_was_stopped_is_done() -> None:
+    """It asked for another round, though nothing was left to be done."""
+    script = Scripted("lost, and has finished")
+    over, _ = supervise(script, steps=[])
+    assert over["ok"]
+    assert script.told == ["join", "finish"]
+
+
+def test_a_worker_that_has_finished_while_its_host_was_asked_to_leave_is_done() -> None:
+    class Finishes(Scripted):
+        def ask_to_end(self, patience_s: float) -> None:
+            super().ask_to_end(patience_s)
+            self.now = 0
+
+    script = Finishes("asked to leave")
+    with pytest.raises(LeaveError):
+        supervise(script, steps=[])
+    assert script.told == ["join", "asked to end", "finish"]
 
 
 @pytest.mark.parametrize("is_training", [True, False])

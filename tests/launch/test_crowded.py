@@ -93,7 +93,8 @@ def test_hosts_that_come_at_once_are_all_admitted(monkeypatch: pytest.MonkeyPatc
 
 def test_no_word_that_is_not_signed_ends_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody without the secret answers in the store's place while it is away."""
-    monkeypatch.setattr("meshmend.launch.member.pauses", lambda _: itertools.repeat(0.05))
+    for name in ("AGAIN_S", "LONGEST_AGAIN_S"):
+        monkeypatch.setattr(f"meshmend.launch.member.{name}", 0.05)
     with Serving(silent_s=2) as serving:
         first, second = running(serving)
         serving.stop()
@@ -113,7 +114,7 @@ def test_a_crowded_store_is_waited_for_and_a_foreign_one_is_not() -> None:
     with impostor(port, "full", "slow", "files"):
         patient = host()
         time.sleep(2)
-        assert patient.stopped is None
+        assert patient.wait_stopped(0) is None
     patient.close()
     refused = pytest.raises(LaunchError, match=r"No store answers at .*refuses this host: its secret or its job")
     with impostor(port, "key"), refused:
@@ -180,7 +181,7 @@ def test_without_descriptors_hosts_wait_and_people_are_told_why(monkeypatch: pyt
         third = serving.member(2, **settings)
         serving.wait_for(f"no file descriptor was left for it (the limit is {limit}: start the store with a higher `ul")
         time.sleep(1.5)
-        assert third.stopped is None
+        assert third.wait_stopped(0) is None
         second.close()
         serving.wait_for("host 2 has joined: 2 of 3")
 

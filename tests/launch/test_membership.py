@@ -400,6 +400,31 @@ def test_a_host_that_was_switched_off_and_on_replaces_what_is_left_of_it() -> No
     assert "host 1 is lost: its process was replaced by a new one" in job.last(0)["why"]
 
 
+def test_a_pause_of_the_store_does_not_make_the_rest_of_a_host_seem_alive_for_good() -> None:
+    """Whoever is refused then is not told that another process is certainly there."""
+    job = running(2)
+    for pause_s, is_certain in ((0.0, True), (1.0, True), (5.0, False), (5.0, False)):
+        job.now += pause_s
+        job.membership.tick(job.now)
+        with pytest.raises(RefusedError, match="is host 1 already") as refused:
+            job.membership.arrive("again", job.hello(1), "10.0.0.8", job.now)
+        assert (refused.value.retryable, refused.value.is_certain) == (True, is_certain)
+        job.wait(1.0, silent=(1,) if pause_s else ())
+    job.wait(2.0, silent=(1,))
+    job.received["again"] = []
+    job.membership.arrive("again", job.hello(1), "10.0.0.8", job.now)
+
+
+def test_two_rounds_train_only_where_a_round_needs_no_more_than_half_of_the_hosts() -> None:
+    """Hosts 0 and 1 train on, cut off from a new store, and all of the others have been restarted."""
+    for least, trains in ((2, True), (3, False)):
+        job = Job(4, least=least, start_s=30)
+        job.arrive(2, 3)
+        job.join(2, 3)
+        job.wait(300)
+        assert (job.membership.round is not None) == trains
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_hosts_of_a_round_always_agree_on_it(seed: int) -> None:
     """Whatever is lost and comes back in whatever order: hosts that run the same round know the same hosts."""

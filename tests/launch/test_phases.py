@@ -101,7 +101,6 @@ ROWS = [
     ("adopted", "restarting", "a worker fails"),
     ("adopted", "finishing", "a host has finished"),
     ("adopted", "over", "a host gives up"),
-    ("adopted", "over", "the script raises an error on every host"),
     ("running", "restarting", "a host fails"),
     ("running", "restarting", "a host is silent"),
     ("running", "restarting", "a worker fails"),
@@ -165,6 +164,19 @@ def test_no_round_starts_in_a_job_that_is_over() -> None:
         job.say(host, type="raised", why="no")
     assert job.membership.phase is JobPhase.OVER
     assert [job.last(host)["type"] for host in range(3)] == ["over"] * 3
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_error_of_the_hosts_that_are_back_waits_for_the_others(raises: bool) -> None:
+    """A host says again what its worker has raised. Those that are not back yet may have raised it, or not."""
+    job = adopted()
+    all_raise(job)
+    assert job.membership.over is None
+    job.arrive(2, running=CLAIM, number=7)
+    if raises:
+        job.say(2, type="raised", why="no")
+    job.wait(6)
+    assert job.membership.phase is (JobPhase.OVER if raises else JobPhase.RESTARTING)
 
 
 def check(job: Job) -> None:

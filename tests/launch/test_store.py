@@ -223,7 +223,7 @@ def test_hosts_that_do_not_belong_are_told_why(serving: Serving, settings: dict[
 
 
 def test_two_hosts_of_the_same_index_are_told_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.launch.member.REFUSED_FOR_S", 1.0)
+    monkeypatch.setattr("meshmend.launch.member.MOST_REFUSALS", 2)
     first, _ = running(serving)
     with pytest.raises(LaunchError, match=r"another process, at 127\.0\.0\.1, is host 1 already"):
         serving.member(1).join(7001)

@@ -4,6 +4,8 @@ A worker is started once per round. It is stopped when the round ends, because a
 and started again with the next round. A worker that fails by itself asks for a new round for all. If it fails again and
 again without a new step between, the job is over. So it is if the script has raised an error on every host, or one that
 a restart would repeat: what it asks for cannot be done, or a restart has repeated it already, at the same line.
+
+`supervise` decides all this; `HostAgent` has the processes, and does what is decided.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from meshmend.errors import LaunchError
 from meshmend.launch.failure import WorkerFailure
@@ -35,6 +37,7 @@ SAVE_S = 25.0
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a worker that has saved its state with all others, because one of them was asked to end."""
 
+T = TypeVar("T")
 FROZEN = -signal.SIGSTOP
 """In place of the exit code of a worker that a signal has stopped for `SILENT_S`: as a host that is silent so long."""
 
@@ -80,94 +83,166 @@ class HostAgent:
 
         However it ends, the worker is stopped.
         """
-        left, reached, why = self.max_restarts, 0, ""
-        before: WorkerFailure | None = None
+        acts: dict[str, Any] = {"join": self._join, "start": self._start, "look": self._look, "stop": self._stop}
+        decisions, answer = supervise(self.max_restarts, self._progress, self._report), None
         try:
             while True:
-                self._start(why)
-                code, failure = self._watch(before, reached)
-                if code == 0:
-                    return self.member.finish(FINISH_S)
-                if failure is not None and failure.kind == "final":
-                    # Before the worker ends: the others would take that for the reason.
-                    has_again = before is not None and before.error == failure.error
-                    again = "has raised it again, at the same line" if has_again else "would raise it again"
-                    self._give_up(f"{failure.error.rstrip('.')}. A restart {again}")
-                self.workers.stop()
-                why = ""
-                if code == STOPPED:
-                    why = "its worker has saved the state with the others, because a host was asked to leave"
-                    continue
-                if failure is not None and failure.kind == "lasting":
-                    why = f"its script raised {failure.error}"
-                elif code is not None:
-                    how = f"was frozen for {SILENT_S:g} s by" if code == FROZEN else "ended with"
-                    why = f"its worker {how} {name_code(code)}"
-                else:
-                    continue  # the hosts change, which is no failure of the worker's own
-                now = self._progress()
-                if now > reached:
-                    reached, left = now, self.max_restarts
-                before = failure
-                self._report("failed", why=why.removeprefix("its "), left=left)
-                if not left:
-                    n_starts = f"{self.max_restarts + 1} start{'s in a row' * (self.max_restarts > 0)}"
-                    self._give_up(f"{n_starts} made no new step; at the last one {why.rstrip('.')}")
-                left -= 1
+                act = decisions.send(answer)
+                answer = (acts.get(act.do) or getattr(self.member, act.do))(act.given)
+        except StopIteration as end:
+            over: Message = end.value
+            return over
         except LeaveError:
             if self._is_training():
                 self.workers.ask_to_end(SAVE_S)
+                if self.workers.poll() == 0:  # it has finished: the job need not start again without it
+                    self.member.finish(0.0)
             raise
         finally:
             self.workers.stop()
 
-    def _give_up(self, why: str) -> NoReturn:
-        self.member.fail(why)
-        raise LaunchError(f"{why}.")
-
-    def _start(self, why: str) -> None:
-        """Wait for the next round, and start its worker. `why` is this host's own reason, if it has one."""
+    def _join(self, why: str) -> Assignment:
         self._admit()
         if (script := _digest(self.argv[0])) != self._script:
             self._script = script
             self._report("changed", script=self.argv[0])
-        assigned = self.member.join(free_port(), why)
+        return self.member.join(free_port(), why)
+
+    def _start(self, assigned: Assignment) -> None:
         # As short as can be: Linux takes 128 KiB for one variable, which 20,000 hosts fill.
         round_ = json.dumps(describe(assigned), separators=(",", ":"))
         facts = {"MESHMEND_ROUND": round_, **self._environment(assigned)}
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _watch(self, before: WorkerFailure | None, reached: int) -> tuple[int | None, WorkerFailure | None]:
-        """Return the worker's exit code and the error that it has given up with, None for what there is not.
+    def _look(self, patience_s: float) -> Seen:
+        stopped = self.member.wait_stopped(patience_s)
+        over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
+        return Seen(stopped, over, code, failure, is_frozen=code is None and self.workers.is_frozen())
 
-        The code is None if the round has ended before the worker, and 0 also when the job is over. An error that is the
-        same as `before`, with no step after `reached`, is final.
-        """
-        told = is_repeated = False
-        n_frozen = 0  # looks at it in a row: a clock would also count the time that this process was frozen itself
-        while True:
-            stopped = self.member.wait_stopped(MONITOR_S)
-            over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
-            n_frozen = n_frozen + 1 if code is None and self.workers.is_frozen() else 0
-            if n_frozen * MONITOR_S >= SILENT_S:
-                code = FROZEN
-            if failure is not None and not told:
-                told = True
-                self._report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)
-                if failure.kind == "lasting":
-                    self.member.raised(failure.error)
-                    is_repeated = failure == before and self._progress() <= reached
-            if over is not None and not over["ok"]:
-                raise LaunchError(f"{OVER}{over['why']}.")
-            if code == 0 or over is not None:
-                return 0, None
-            if failure is not None and failure.kind == "final":
-                return code, failure
-            if stopped is not None:
-                return None, failure if stopped["lost"] is None else None
-            # Where its peers are gone, the store says so within moments, and this failure is none of its own.
-            if (is_repeated or code is not None) and self.member.wait_stopped(NEWS_S) is None:
+    def _stop(self, _: None) -> int | None:
+        self.workers.stop()
+        return self.workers.poll()
+
+
+@dataclass(frozen=True)
+class Act:
+    """What an agent does next."""
+
+    do: Literal["join", "start", "look", "stop", "raised", "fail", "finish"]
+    given: Any = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an agent sees of its worker and of the store."""
+
+    stopped: Message | None
+    over: Message | None
+    code: int | None
+    failure: WorkerFailure | None
+    is_frozen: bool = False
+
+
+Decisions = Generator[Act, Any, T]
+"""What an agent does, one act after the other: it is sent what came of each."""
+
+
+def supervise(
+    max_restarts: int, progress: Callable[[], int], report: Callable[..., None] = lambda *_, **__: None
+) -> Decisions[Message]:
+    """Decide what an agent does, round after round, and return how the job ended.
+
+    It knows nothing of processes, sockets or clocks, so that a simulator can run it, too. The acts:
+
+        join     ask for the next round, with this host's own reason; the answer is an `Assignment`
+        start    start the worker for it
+        look     wait until the round ends, but no longer than this; the answer is a `Seen`
+        stop     end the worker; the answer is its exit code
+        raised   tell the store that the worker has raised this error, and will end with it
+        fail     tell the store that this host gives up
+        finish   tell the store that the worker has finished, and wait for the others; the answer is how the job ended
+    """
+    over: Message
+    left, reached, why = max_restarts, 0, ""
+    before: WorkerFailure | None = None
+    while True:
+        assigned = yield Act("join", why)
+        yield Act("start", assigned)
+        code, failure = yield from _watch(before, reached, progress, report)
+        if code == 0:
+            over = yield Act("finish", FINISH_S)
+            return over
+        if failure is not None and failure.kind == "final":
+            # Before the worker ends: the others would take that for the reason.
+            has_again = before is not None and before.error == failure.error
+            again = "has raised it again, at the same line" if has_again else "would raise it again"
+            yield from _give_up(f"{failure.error.rstrip('.')}. A restart {again}")
+        ended = yield Act("stop")
+        if ended == 0:  # it has finished since
+            over = yield Act("finish", FINISH_S)
+            return over
+        why = ""
+        if code == STOPPED:
+            why = "its worker has saved the state with the others, because a host was asked to leave"
+            continue
+        if failure is not None and failure.kind == "lasting":
+            why = f"its script raised {failure.error}"
+        elif code is not None:
+            how = f"was frozen for {SILENT_S:g} s by" if code == FROZEN else "ended with"
+            why = f"its worker {how} {name_code(code)}"
+        else:
+            continue  # the hosts change, which is no failure of the worker's own
+        now = progress()
+        if now > reached:
+            reached, left = now, max_restarts
+        before = failure
+        report("failed", why=why.removeprefix("its "), left=left)
+        if not left:
+            n_starts = f"{max_restarts + 1} start{'s in a row' * (max_restarts > 0)}"
+            yield from _give_up(f"{n_starts} made no new step; at the last one {why.rstrip('.')}")
+        left -= 1
+
+
+def _give_up(why: str) -> Decisions[NoReturn]:
+    yield Act("fail", why)
+    raise LaunchError(f"{why}.")
+
+
+def _watch(
+    before: WorkerFailure | None, reached: int, progress: Callable[[], int], report: Callable[..., None]
+) -> Decisions[tuple[int | None, WorkerFailure | None]]:
+    """Return the worker's exit code and the error that it has given up with, None for what there is not.
+
+    The code is None if the round has ended before the worker, and 0 also when the job is over. An error that is the
+    same as `before`, with no step after `reached`, is final.
+    """
+    told = is_repeated = False
+    n_frozen = 0  # looks at it in a row: a clock would also count the time that this process was frozen itself
+    while True:
+        seen: Seen = yield Act("look", MONITOR_S)
+        code, failure = seen.code, seen.failure
+        n_frozen = n_frozen + 1 if seen.is_frozen else 0
+        if n_frozen * MONITOR_S >= SILENT_S:
+            code = FROZEN
+        if failure is not None and not told:
+            told = True
+            report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)
+            if failure.kind == "lasting":
+                yield Act("raised", failure.error)
+                is_repeated = failure == before and progress() <= reached
+        if seen.over is not None and not seen.over["ok"]:
+            raise LaunchError(f"{OVER}{seen.over['why']}.")
+        if code == 0 or seen.over is not None:
+            return 0, None
+        if failure is not None and failure.kind == "final":
+            return code, failure
+        if seen.stopped is not None:
+            return None, failure if seen.stopped["lost"] is None else None
+        # Where its peers are gone, the store says so within moments, and this failure is none of its own.
+        if is_repeated or code is not None:
+            news: Seen = yield Act("look", NEWS_S)
+            if news.stopped is None:
                 return code, replace(failure, kind="final") if failure is not None and is_repeated else failure
 
 

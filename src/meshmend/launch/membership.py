@@ -1,8 +1,10 @@
 """Which hosts a job has, and when they start together: the store's decisions, without its sockets.
 
 There is one store, and only it decides who is in a round. A host that was left out is stopped before it may take part
-again. A store that takes the place of another knows only what hosts tell it: if those that come first have all been
-restarted, it starts a round without the ones that still train in the old one and are cut off from it.
+again. Hosts that are cut off from the store train on, and nobody can tell them to stop: if all of a round are, and
+others come to the store, or to one that has taken its place, two rounds train until the network is whole. They have no
+host in common, so this cannot happen where a round needs more than half of the hosts. Where it needs fewer, only the
+claim of an attempt (`jax/state`) keeps the older round from writing.
 
 A round is the time from one start of the workers to the next. When it ends, its hosts stop their workers and ask for
 the next, which starts as soon as all hosts that are there have asked: no keep-alive has to run out and nobody is waited
@@ -19,7 +21,7 @@ A job is in one `JobPhase`, and these are all its changes:
 | adopted    | running    | all hosts of the round have come back                                                   |
 | adopted    | restarting | a host does not come back, or comes without its worker; or as from running              |
 | adopted    | finishing  | a host has finished                                                                     |
-| adopted    | over       | a host gives up, or the script has raised an error on all hosts that are back           |
+| adopted    | over       | a host gives up                                                                         |
 | running    | restarting | a host or a worker fails, the script raises an error on some hosts, or others have come |
 | running    | finishing  | a host has finished                                                                     |
 | running    | over       | a host gives up, or the script has raised an error on every host                        |
@@ -39,7 +41,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -97,10 +99,14 @@ class JobPhase(Enum):
 
 
 class RefusedError(Exception):
-    """A host cannot be a member, for a reason that its user should read. `retryable`: it may be admitted later."""
+    """A host cannot be a member, for a reason that its user should read.
 
-    def __init__(self, why: str, *, retryable: bool = False) -> None:
+    `retryable`: it may be admitted later. `is_certain`: if it is told so again and again, it will not be.
+    """
+
+    def __init__(self, why: str, *, retryable: bool = False, is_certain: bool = True) -> None:
         self.retryable = retryable
+        self.is_certain = is_certain
         super().__init__(why)
 
 
@@ -159,6 +165,8 @@ class Membership:
     silent_s: float = SILENT_S
     ask_s: float = ASK_S
     raised_s: float = RAISED_S
+    make_name: Callable[[], str] = lambda: secrets.token_hex(8)
+    """Of a round."""
     members: OrderedDict[Hashable, Participant] = field(default_factory=OrderedDict)
     """By their connection; first the one that has been silent for longest."""
     outbox: list[tuple[Hashable, Message]] = field(default_factory=list)
@@ -218,10 +226,12 @@ class Membership:
         if (other := self._keys.get(host)) is not None:
             member = self.members[other]
             if now - self._heard_at(member) < 2 * BEAT_S:
-                # It may be what is left of a host that has just been restarted: that one will fall silent.
+                # It may be what is left of a host that has just been restarted: that one will fall silent. Nobody
+                # knows whether it has while this store has heard nothing from it since a pause of its own.
                 raise RefusedError(
                     f"another process, at {member.address}, is host {host} already: give each its own --host-index",
                     retryable=True,
+                    is_certain=member.heard_at > self._awake_since,
                 )
             self.outbox.append((other, {"type": "dropped"}))
             self.leave(other, "its process was replaced by a new one", now)
@@ -362,7 +372,7 @@ class Membership:
             return
         first = min(fates.raised)
         why = fates.raised[first]
-        if fates.raised.keys() >= {*self._hosts_of(self._in["running"])} and not fates.lost:
+        if fates.raised.keys() >= {*self._hosts_of(self._in["running"])} and not fates.lost and not fates.missing:
             who = f"host {first}" if len(fates.raised) == 1 else "every host"
             done = f", after host {fates.finished} had finished" * (self.phase is JobPhase.FINISHING)
             self._end_job(ok=False, why=f"the script raised an error on {who}{done}: {why}")
@@ -397,7 +407,7 @@ class Membership:
         before, self.number = self.number, max(self.number, self.rounds_before) + 1
         self._enter(JobPhase.RUNNING)
         self._short, self._fates = False, _Fates(frozenset(hosts))
-        self.round = Round(self.number, secrets.token_hex(8), hosts)
+        self.round = Round(self.number, self.make_name(), hosts)
         first = self.members[self._keys[hosts[0]]]
         address = address_elsewhere(first.address, self.store_at)
         message: Message = {

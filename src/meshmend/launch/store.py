@@ -8,7 +8,7 @@ own limits of time and bytes, and none is listened to before it has proven that 
 It also keeps what hosts and their workers have to tell (`delivery`), in its folder, and waits for no disk.
 
 If the store is lost, training continues: the hosts keep their round, look for the store until it is back at the same
-address, and tell the new one what they run.
+address, and tell the new one what they run. Hosts that have no round to run wait for it half an hour.
 """
 
 from __future__ import annotations
@@ -286,7 +286,8 @@ class Store:
                 self._send_last(peer, {"type": "over", **self.membership.over})
                 return
             self._count(f"was refused: {error}", peer)
-            self._send_last(peer, {"type": "refused", "why": str(error), "retryable": error.retryable})
+            facts = {"retryable": error.retryable, "is_certain": error.is_certain}
+            self._send_last(peer, {"type": "refused", "why": str(error), **facts})
             return
         here = str(peer.connection.getsockname()[0]).removeprefix("::ffff:")
         if not is_loopback(here):

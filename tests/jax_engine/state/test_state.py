@@ -241,12 +241,33 @@ def test_what_a_restart_goes_back_behind_stays_until_all_hosts_have_written_a_ne
     again.go_back_to(2, 6)
     assert kept() == [(2, 5), (2, 6), (2, 7)]  # another restart may find step 7 whole
     again.write(replace(copy, attempt=3, step=7))
-    # Some hosts may not have written it yet: the copy that the job has resumed from is still there.
-    assert kept() == [(2, 6), (2, 7), (3, 7)]
+    # Some hosts may not have written it yet: the copy that the job has resumed from is still there, and one before it.
+    assert kept() == [(2, 5), (2, 6), (2, 7), (3, 7)]
     again.write(replace(copy, attempt=3, step=8))
     assert kept() == [(3, 7), (3, 8)]
     again.clear()
     assert not tmp_path.exists()
+
+
+def test_the_copy_that_all_hosts_have_is_not_lost_by_a_restart_from_one_that_some_lack(
+    whole: OnHosts, tmp_path: Path
+) -> None:
+    """A simulated job lost it: step 6 was committed, 7 was not on all hosts, and a second host failed during 8."""
+    copy = replace(copies_of(whole)[0], attempt=2)
+    memory = HostMemory(tmp_path)
+    for step in (5, 6, 7):
+        memory.write(replace(copy, step=step))
+    memory.lock.release()
+    for attempt, expected in ((3, [6, 7, 8]), (4, [6, 7, 8, 9])):  # each fails during its second copy at the latest
+        again = HostMemory(tmp_path)
+        again.go_back_to(attempt - 1, attempt + 4)
+        again.write(replace(copy, attempt=attempt, step=attempt + 5))
+        assert [found.step for found in again.read()[0]] == expected
+        again.lock.release()
+    last = HostMemory(tmp_path)
+    for step in (10, 11):
+        last.write(replace(copy, attempt=5, step=step))
+    assert [found.step for found in last.read()[0]] == [10, 11]
 
 
 def test_a_copy_that_was_set_aside_is_one_to_resume_from(whole: OnHosts, tmp_path: Path) -> None:

@@ -8,7 +8,19 @@ import typer
 
 from meshmend.cli.options import unbundled
 from meshmend.cli.root import Command, CommandGroup
-from meshmend_lab.cli import availability, bench, doctor, export, figure, machine, mesh, paper, programs, verify
+from meshmend_lab.cli import (
+    availability,
+    bench,
+    doctor,
+    export,
+    figure,
+    machine,
+    mesh,
+    paper,
+    programs,
+    simulate,
+    verify,
+)
 
 __all__ = ["app"]
 
@@ -24,6 +36,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "availability": availability.command,
+    "simulate": simulate.command,
     "paper": paper.command,
     "figure": figure.command,
     "machine": machine.command,

@@ -141,6 +141,8 @@ class HostMemory:
         self.hosts: tuple[int, ...] = ()
         """Numbers of the hosts that keep copies together."""
         self._n_written = 0
+        self._has_room = True
+        """Whether there has been room for all that should stay."""
 
     def write(self, copy: Copy) -> int:
         """Keep a copy, drop those that it supersedes, and return its bytes."""
@@ -149,8 +151,8 @@ class HostMemory:
             try:
                 n_bytes = self._write(copy)
             except OSError:
-                if not self._drop_aside():
-                    raise
+                self._has_room = False
+                self._drop_aside()
                 n_bytes = self._write(copy)  # there may be room now
         except OSError as error:
             raise RestartError(
@@ -186,6 +188,8 @@ class HostMemory:
                 spare[0].replace(unfinished)
         if not _is_regular(unfinished):
             _remove(unfinished)
+        for old in spare[1:]:
+            _remove(old)
         with unfinished.open("r+b" if unfinished.exists() else "wb", buffering=0) as file:
 
             def write_slice(one: tuple[int, int, tuple[int, int]]) -> int:
@@ -200,8 +204,6 @@ class HostMemory:
             file.write(_header(facts, checksums))
             file.truncate(begin + copy.n_bytes)
         unfinished.replace(self.folder / copy.name)
-        for old in self._superseded(self._files()):
-            _remove(old)
         return begin + copy.n_bytes
 
     def read(self) -> tuple[list[Copy], list[RestartError]]:
@@ -248,12 +250,17 @@ class HostMemory:
     def _superseded(self, files: list[Path]) -> list[Path]:
         """Return which of these files may go, oldest first.
 
+        All hosts have written the oldest. After a restart nobody knows that of the others, not even of the one that the
+        job has resumed from: two more stay until all have written one since, if there is room.
+
         A pinned step may have copies of two attempts: the older one goes when the newer one is no longer among the
         newest few, since then all hosts have written it.
         """
-        older, pinned = files[:-KEPT], self.pinned
+        is_first = self._has_room and not self._n_written
+        older, pinned = files[: -KEPT - is_first], self.pinned
         stay = {step: path for path in older if (step := _attempt_and_step(path)[1]) in pinned}
-        return [path for path in older if path not in stay.values()]
+        others = [path for path in older if path not in stay.values()]
+        return others[is_first:]
 
     def _files(self, ending: str = "") -> list[Path]:
         if not self.folder.is_dir():
