@@ -32,7 +32,7 @@ PACKAGES = [
 ]
 ROOMS = ["engine", "train", "data", "session", "state", "compile", "checks", "job"]
 ROOMS_OF_STATE = ["layout", "memory", "disk"]
-ORDER = [["errors"], ["extras", "files", "shapes"], ["buckets"], *PACKAGES, ["__main__"]]
+ORDER = [["errors"], ["extras", "files"], ["buckets"], *PACKAGES, ["__main__"]]
 FLOORS = {part: number for number, parts in enumerate(ORDER) for part in parts}
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}

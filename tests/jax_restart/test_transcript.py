@@ -179,7 +179,7 @@ def test_a_script_that_raises_on_one_host_starts_again(tmp_path: Path) -> None:
     lines = run(tmp_path, "train.py", code=0)
     assert lines.count("host 1 │ OSError: [Errno 5] disk") == 1
     assert sum("Traceback" in line for line in lines) == 1
-    assert any(line.startswith("meshmend │ round 1 ends: host 1 starts again") for line in lines)
+    assert any(line.startswith("meshmend │ round 1 ends: host 1 starts again") for line in lines), lines
     assert lines[-2] == "meshmend │ host 1 raised OSError: [Errno 5] disk in round 1, and the job went on"
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8 chips in \d+ s", lines[-1])
 
