@@ -136,6 +136,17 @@ def test_a_host_that_was_frozen_between_two_refusals_tries_on() -> None:
     assert talk.goes_on
 
 
+def test_a_host_that_was_refused_by_a_store_that_has_gone_since_gives_up() -> None:
+    """A simulated host waited for ever: it had come back in the last second of the job, and was to try again."""
+    talk = make()
+    refuse(talk, 100.0, is_certain=True)
+    talk.lose(AWAY, 159.0)
+    assert talk.goes_on
+    talk.lose(AWAY, 161.0)
+    with pytest.raises(LaunchError, match="No store answers"):
+        talk.check()
+
+
 def test_a_host_that_does_not_belong_gives_up_at_once() -> None:
     talk = make()
     refuse(talk, 100.0, is_certain=True, retryable=False)

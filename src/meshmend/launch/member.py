@@ -154,8 +154,8 @@ class Conversation:
         """Take what the store says. Raises `RefusedError` if that is a refusal."""
         kind = message["type"]
         if kind == "refused":
-            facts = {name: bool(message[name]) for name in ("retryable", "is_certain")}
-            raise RefusedError(str(message["why"]), **facts)
+            is_certain = bool(message.get("is_certain", True))
+            raise RefusedError(str(message["why"]), retryable=bool(message["retryable"]), is_certain=is_certain)
         if kind == "round":
             hosts, cut_off = message["hosts"], message["cut_off"]
             process = hosts.index(self.host)
@@ -185,7 +185,7 @@ class Conversation:
             self._began = now  # it is there, and has too much to do
         if self.is_admitted:
             self._n_refusals, self._pause_s = 0, AGAIN_S
-        if not self._reached and not self._n_refusals and now > self._began + self.reach_s:
+        if not self._reached and now > self._began + self.reach_s:
             self.error = LaunchError(
                 f"No store answers at {self.where} ({why}). Start one with `meshmend store` on a machine that "
                 "does not die with a host, and give its address as --store."
