@@ -294,7 +294,7 @@ class Referee:
 
     def _begun(self, training: Training) -> int:
         """Return the first round of a job that was begun anew on purpose."""
-        return min(self.job.hosts[host].begins_over for host in training.hosts)
+        return min(worker.host.begins_over for worker in training.workers.values())
 
     def _traces(self, training: Training) -> list[Key]:
         """Return all states of which a round's hosts have anything at all."""
