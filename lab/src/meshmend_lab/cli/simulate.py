@@ -37,8 +37,8 @@ def command(
     """Simulate jobs from seeds: the product's decisions, with clock, network, disk and processes replaced.
 
     Hosts die, freeze, restart with and without their memory, the store dies and pauses, networks are cut, disks hang.
-    After each event it is checked that one round trains at a time, that no committed step is lost, that each sample is
-    used once, and more (docs/trust.md); and after the last fault that the job trains again, and ends. The same seed
+    Whenever something changes, it is checked that one round trains at a time, that no committed step is lost, that each
+    sample is used once, and more (docs/trust.md); after the last fault, that it trains again and ends. The same seed
     gives the same job. Needs the extra named restart.
 
     Example: meshmend lab simulate --seeds 0:200 --jobs 2
