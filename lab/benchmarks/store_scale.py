@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import os
+import random
 import resource
 import selectors
 import socket
@@ -31,7 +32,7 @@ from pathlib import Path
 
 from meshmend.launch.delivery import BATCHES_PER_S, Outbox
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.member import pauses
+from meshmend.launch.member import AGAIN_S
 from meshmend.launch.membership import BEAT_S, SILENT_S, Message
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
@@ -57,6 +58,14 @@ def check(holds: bool, words: str) -> None:
     """End the script, if something does not hold."""
     if not holds:
         raise SystemExit(words)
+
+
+def pauses() -> Iterator[float]:
+    """Yield how long a host waits before each attempt to reach the store, as `Conversation.lose` says."""
+    pause_s = AGAIN_S
+    while True:
+        yield pause_s * random.uniform(0.5, 1.5)  # noqa: S311  # nobody gains by guessing it
+        pause_s = min(2 * pause_s, SILENT_S / 3)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +94,7 @@ class Crowd:
 
     def __init__(self, n: int, port: int) -> None:
         self.machine = Hosts.of(SHAPES[n], "2x2")
-        self.members = [Light(host, pauses(SILENT_S / 3)) for host in range(n)]
+        self.members = [Light(host, pauses()) for host in range(n)]
         self.said: Counter[str] = Counter()
         """Messages of the store, and why connections ended."""
         self.sent: Counter[str] = Counter()
@@ -255,7 +264,7 @@ class Crowd:
             self._close(member)
             return
         if not member.is_admitted:
-            member.is_admitted, member.again = True, pauses(SILENT_S / 3)
+            member.is_admitted, member.again = True, pauses()
         if kind == "round":
             member.number, member.name, member.hosts = message["number"], message["name"], message["hosts"]
         elif kind == "have" and member.outbox is not None:
