@@ -210,7 +210,8 @@ class Session:
                 of_domain.setdefault(domain, set()).add(host)
             losses += [(name, lost) for name, lost in of_domain.items() if name and 1 < len(lost) < len(here)]
         if is_divided:
-            taken = [[here.index(host) for host in lost] for _, lost in losses]
+            process_of = {host: process for process, host in enumerate(here)}
+            taken = [[process_of[host] for host in lost] for _, lost in losses]
             shares = share_losses(taken, self.launch.n_processes, are_renumbered=self.hosts is not None)
             losses = [loss for loss, process in zip(losses, shares, strict=True) if process == self.launch.process]
         for name, lost in losses:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from meshmend.buckets import Folder, as_os_errors, create, is_bucket, own_folder, writable_path
@@ -29,7 +30,7 @@ class SharedFolder:
     name: str
     """Name of the job, the same on every host and after every restart."""
 
-    @property
+    @cached_property  # for a bucket, it tries whether the folder can be written to
     def own(self) -> Path:
         """What this host has for itself: the same folder, unless that is in a bucket."""
         return own_folder(self.path)
