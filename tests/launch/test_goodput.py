@@ -223,6 +223,30 @@ def test_quorums_of_a_job_whose_processes_go_on() -> None:
     assert joined.total_s == pytest.approx(2.501)
 
 
+def test_who_asks_for_a_quorum_before_another_gives_up_has_a_detect_too() -> None:
+    """The loss's step ends well for one of three: it asks at 11 s for the quorum that forms at 14 s."""
+
+    def host(asked: float, furthest: float) -> HostHistory:
+        facts = {"round": 200, "step": 5, "chips": 2, "hosts": [0, 1], "source": "in place"}
+        return HostHistory(
+            [
+                {"at": 0.0, "event": "quorum", "seconds": 1.0, **facts, "round": 100, "chips": 3, "hosts": [0, 1, 2]},
+                *({"at": 5.0 + n, "event": "step", "step": n, "round": 100} for n in range(1, 6)),  # to 10 s
+                *([{"at": 12.0, "event": "gave up", "why": "lost"}] if asked > 12.0 else []),
+                {"at": asked, "event": "quorum", "seconds": 14.0 - asked, **facts},
+                {"at": 15.0, "event": "step", "step": 6, "round": 200},
+                {"at": furthest, "event": "step", "step": 7, "round": 200},
+            ]
+        )
+
+    for furthest in (16.1, 15.9):  # either of them speaks for the round
+        account = summarize([host(11.0, furthest), host(12.5, 16.0)])
+        assert account is not None
+        (lost,) = account.recoveries
+        spent = {stage: seconds for stage, seconds in lost.stages_s.items() if seconds}
+        assert spent == pytest.approx({"detect": 2.0, "rendezvous": 2.0, "first step": 1.0})
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_condensed_timelines_give_the_same_account(seed: int) -> None:
     job = lived_through(seed, most_lost=0)  # within a line steps count as equally long, which matters for lost ones

@@ -114,7 +114,9 @@ class HostRound:
         connecting, and the step itself, which was done at `until`, by default when this host wrote so.
         """
         done = self.marks[0][1] if until is None else until
-        noticed = self._before_start(gave_up, bisect_right(gave_up, since), since)
+        # In a quorum, who has noticed nothing asks first, and waits for those that have.
+        formed = max((end for stage, _, end in self.stages if stage == "rendezvous"), default=self.started)
+        noticed = _before(formed, gave_up, bisect_right(gave_up, since), since)
         stages = dict.fromkeys(STAGES, 0.0) | {"detect": noticed - since}
         for stage, begin, end in self.stages:
             # A chip that joins a running job has started while the others trained, or were still unaware of a loss.
@@ -122,15 +124,11 @@ class HostRound:
                 stages[stage] = stages.get(stage, 0.0) + seconds
         before = sum(max(0.0, min(end, self.started) - max(begin, noticed)) for _, begin, end in self.stages)
         between = max(0.0, self.started - noticed - before)
-        waiting = min(between, self.started - self._before_start(short, bisect_left(short, noticed), self.started))
+        waiting = min(between, self.started - _before(self.started, short, bisect_left(short, noticed), self.started))
         stages["rendezvous"] += between - waiting
         stages["waiting"] += waiting
         stages["first step"] = max(0.0, done - since - sum(stages.values()))
         return stages
-
-    def _before_start(self, times: Sequence[float], position: int, default: float) -> float:
-        """Return the time at a position, if that is there and before this round's start."""
-        return times[position] if position < len(times) and times[position] < self.started else default
 
     def consists_of(self, event: Start) -> None:
         """Take from an event which hosts take part."""
@@ -355,6 +353,11 @@ def summarize(hosts: Sequence[HostHistory], until: float | None = None) -> TimeA
         most_hosts=max(host.most for host in hosts),
         recoveries=tuple(recoveries),
     )
+
+
+def _before(limit: float, times: Sequence[float], position: int, default: float) -> float:
+    """Return the time at a position, if that is there and before a limit."""
+    return times[position] if position < len(times) and times[position] < limit else default
 
 
 def rounds_of(hosts: Iterable[HostHistory]) -> list[HostRound]:
