@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -19,6 +20,7 @@ from meshmend_lab.simulation.campaign import run
 from meshmend_lab.simulation.coverage import unexplained, untaken
 from meshmend_lab.simulation.faults import EFFECTS
 from meshmend_lab.simulation.plan import FATAL, KINDS, Fault
+from meshmend_lab.simulation.referee import Violation
 
 FIXED = [68, 117, 126, 151, 277, 321, 374, 408, 1796065416]
 """Seeds that have found something, in the product or in the simulation."""
@@ -120,3 +122,9 @@ def test_a_job_of_a_whole_pod_keeps_what_is_promised() -> None:
 @pytest.mark.slow
 def test_every_branch_of_the_decisions_is_taken_or_has_a_reason() -> None:
     assert not unexplained(untaken(range(300)))
+
+
+def test_a_violation_reaches_the_process_that_counts() -> None:
+    """Jobs may run in other processes, which send what came of them."""
+    found = copy.copy(Violation("begins at 0", "round 3 begins anew"))  # made again as pickle does
+    assert (found.kind, str(found)) == ("begins at 0", "begins at 0: round 3 begins anew")

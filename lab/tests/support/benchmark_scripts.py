@@ -116,6 +116,9 @@ SCRIPTS: dict[str, Script] = {
         before="--local 2x2 --host 1x2 --kill 1@5 --shared shared {benchmarks}/jax_job_step.py",
     ),
     "routing": Script("12x12", r"256x256 minus 4x2@6,8: 20,000 random flows"),
+    "simulated_recovery": Script(
+        "--failures 1 --jobs 20", r"^\| simulated, parts as measured \| 20 \|", JAX, is_slow=True, judges=True
+    ),
     # 30 ratios of planners on 4x4, and 6 of a pipeline, of which the one over single links is 0.99.
     "simgrid_agreement": Script("--chips 16", r"1\.000000", ("simgrid",), times=35),
     "slack": Script("--chips 64 --payload 1MB", r"4x4x4 torus +1 MB +\d\.\d+"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
 from meshmend.jax.state.memory.copies import Copy
+from meshmend.jax.state.record import Record
 from meshmend.launch.environment import LAUNCHER, Launch
+from waiting import until
 
 Options = dict[str, Any]
 
@@ -50,6 +53,30 @@ def launched(job: Started, **facts: Any) -> Started:
 
 def files(options: Options) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in options["memory"].glob("0*")}
+
+
+def test_a_job_whose_hosts_have_lost_their_memory_does_not_begin_anew(tmp_path: Path) -> None:
+    """Neither where a copy was complete before, nor where that cannot be found out; on purpose, it does."""
+    memory, record = tmp_path / "memory", tmp_path / "kept.json"
+    job = Started(memory=memory, record=Record(tmp_path))
+    job.restore()
+    job.keep(3)
+    assert not record.exists(), "nobody knows yet that all hosts have written it"
+    job.keep(4, 5)
+    job.crash()
+    until(record.exists)
+    shutil.rmtree(memory)
+    again: Options = {"memory": memory, "record": Record(tmp_path)}
+    with pytest.raises(RestartError, match=r"copies in memory of step 3 \(attempt 1\) lack 4 of 4 parts\n.*kept\.json"):
+        Started(**again).restore()
+    begun_anew = launched(Started(**again), start_over=2, round=2)
+    assert begun_anew.restore().step == 0
+    begun_anew.crash()
+    record.write_text("{}")
+    with pytest.raises(RestartError, match=r"what this job has kept is not known: .*kept\.json is damaged: 'attempt'"):
+        Started(**again).restore()
+    record.unlink()
+    assert Started(**again).restore().step == 0
 
 
 @pytest.mark.usefixtures("lacks")

@@ -127,6 +127,22 @@ def test_a_new_job_starts_and_one_that_has_trained_does_not() -> None:
         job([hosts[0], Host(1, {(1, 7): [1, 2]})], 4, were=2)
 
 
+def test_a_job_that_has_lost_all_copies_does_not_take_itself_for_new() -> None:
+    """Process 0 has the record of a copy that was complete, and nobody has a part of it."""
+    known = Host(0, {(1, 7): []})
+    spoken = job([known, Host(2)], 4, were=3)
+    assert [(last["do"], last["hosts"], last["step"]) for _, last in spoken.results] == 2 * [("wait", [1], 7)]
+    assert "lack 4 of 4 parts, which only host 1 has" in spoken.results[0][1]["missing"]
+    with pytest.raises(
+        RestartError, match=r"step 7 \(attempt 1\) lack 4 of 4 parts\nNothing was removed.*--start-over"
+    ):
+        job([known, Host(1), Host(2)], 4, were=3)
+    begun_anew = [Host(number, known.parts, others={"start_over": 2}) for number in range(3)]
+    assert [last["do"] for _, last in job(begun_anew, 4, round_=2).results] == 3 * ["start"]
+    on_disk = [Host(0, known.parts, disk=[(1, 5)]), Host(1)]
+    assert {last["source"]["step"] for _, last in job(on_disk, 4).results} == {5}
+
+
 @pytest.mark.parametrize("needed", [{2}, set[int]()])
 def test_a_damaged_part_comes_from_another_host(needed: set[int]) -> None:
     """Whether its host finds out when it reads it for itself, or when it is to send it to a host that has nothing."""

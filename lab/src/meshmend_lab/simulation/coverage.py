@@ -20,7 +20,8 @@ REASONS = {
     "if (least, most) != (self.least, self.most)": "a mistake in a command: tests/launch/test_membership.py",
     "if machine != self.machine": "a mistake in a command: tests/launch/test_membership.py",
     "if len(self.members) >= self.most": "a mistake in a command: tests/launch/test_membership.py",
-    'elif kind == "failed"': "a host says nothing else",
+    'elif kind == "done"': "only a host that gives up says anything else: tests/launch/test_membership.py",
+    'elif kind == "failed"': "a host gives up where its workers end too soon: tests/launch/test_membership.py",
     "if source.differs": "another script in this job's place: tests/jax_engine/state/test_identity.py",
 }
 """Conditions that only ever go one way here, by the beginning of their line."""

@@ -224,6 +224,8 @@ def _fail_worker(job: SimulatedJob, fault: Fault) -> bool:
     worker = _worker(job, fault)
     if worker is None:
         return False
+    if worker.training.is_finishing:  # others have finished, or will: then the job ends with this failure
+        job.excuses.add("a worker failed after the last step")
     worker.end((1, -11, 137)[int(fault.chance * 3)])
     return True
 

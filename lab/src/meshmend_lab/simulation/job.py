@@ -146,11 +146,11 @@ class SimulatedJob:
 
     def start_s(self) -> float:
         """Return how long a worker takes to start."""
-        return 0.2 + self.queue.rng.random() * 2.0
+        return self.plan.worker_s * (0.1 + self.queue.rng.random())
 
     def compile_s(self) -> float:
         """Return how long a job takes from its restored state to its first step."""
-        return 0.2 + self.queue.rng.random() * 3.0
+        return self.plan.compile_s * (1 / 15 + self.queue.rng.random())
 
     def untrusted(self) -> list[list[int]] | None:
         """Return what checks have found, None where nothing checks the job."""
@@ -261,6 +261,13 @@ class SimulatedJob:
             raise Violation("refused for good", f"host {host.number}: {error}")
         if self.over is None and error and (self.store is None or self.store.membership.over is None):
             self.later(10.0, self.boot_host, host.number)  # its scheduler starts it again
+        if "Nothing of what" in error:  # the store may die before it has told all hosts, and a new one waits for them
+            self.later(30.0, self._look_again, self.n_started_over)
+
+    def _look_again(self, n_started_over: int) -> None:
+        """Start the job again, as people do who see that hosts have ended with an error while others wait."""
+        if self.over is None and self.n_started_over == n_started_over:
+            self._start_over()
 
     def empty_disk(self) -> None:
         """Make room on the disk."""

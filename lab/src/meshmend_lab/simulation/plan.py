@@ -96,6 +96,10 @@ class Plan:
     has_folder: bool
     """Whether the store keeps a folder that a store which is started again finds."""
     faults: tuple[Fault, ...] = field(repr=False)
+    worker_s: float = 2.0
+    """A worker takes up to 1.1 times this from its start until it has joined the others."""
+    compile_s: float = 3.0
+    """A round takes up to 1.07 times this from the restored state to its first step."""
 
     @property
     def hosts(self) -> tuple[int, int]:

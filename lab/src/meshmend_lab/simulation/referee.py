@@ -30,7 +30,10 @@ class Violation(Exception):  # noqa: N818  # what is violated is an invariant
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
-        super().__init__(f"{kind}: {text}")
+        super().__init__(kind, text)  # as another process makes it again
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.args[1]}"
 
 
 class WatchedMembership(Membership):
@@ -232,6 +235,8 @@ class Referee:
     def on_removed(self, host: int, copy: SimulatedCopy) -> None:
         """Judge the removal of a copy: something newer must be complete, or the same on disk."""
         worker = self.job.hosts[host].worker
+        if worker is not None and worker.training.is_finishing and worker.training.saved_step == copy.key[1]:
+            return  # the last step was on disk when it looked; that the disk has lost it since, nobody can know
         pinned = worker.holdings.memory.pinned if worker is not None and worker.holdings is not None else ()
         if sum(one.key[1] not in pinned for one in self.job.memories[host].values()) > 2:
             return  # several starts in a row have ended before their first copy was complete: only so many stay
@@ -302,6 +307,7 @@ class Referee:
         found = [copy.key for host in training.hosts for copy in self.job.memories[host].values()]
         if self.job.plan.disk_every and training.disk_answers:
             found += [one.key for one in self.job.disk.checkpoints.values()]
+        found += [training.record] if training.record else []
         return sorted(key for key in found if self._trusts(key) and key[0] >= begun and begun != training.number)
 
     def _promised(self, training: Training) -> Commit | None:

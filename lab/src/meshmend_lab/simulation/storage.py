@@ -173,6 +173,8 @@ class SimulatedDisk:
     """How many faults make it hang now."""
     is_full: int = 0
     preserved: Preserved = field(default_factory=lambda: Preserved(2))
+    record: dict[str, Any] | None = None
+    """What is recorded of a copy that was complete."""
 
     @property
     def claimed(self) -> int:

@@ -18,7 +18,7 @@ from meshmend.launch.member import Assignment
 from meshmend_lab.simulation.faults import in_last_moments
 from meshmend_lab.simulation.kernel import Actor
 from meshmend_lab.simulation.referee import BATCH
-from meshmend_lab.simulation.storage import Checkpoint, SimulatedCopy, SimulatedMemory, parts_of
+from meshmend_lab.simulation.storage import Checkpoint, Key, SimulatedCopy, SimulatedMemory, parts_of
 
 if TYPE_CHECKING:
     from meshmend_lab.simulation.host import SimulatedHost
@@ -97,6 +97,11 @@ class Holdings:
                 held["offers"] += disk.offers()
                 self.training.offered = {one.checksum for one in disk.checkpoints.values()}
                 held["claimed"] = disk.claimed
+        if self.process == 0 and disk.hangs:
+            held["problems"].append(f"host {self.number}: what this job has kept is not known")
+        elif self.process == 0 and disk.record is not None:
+            self.training.record = disk.record["attempt"], disk.record["step"]
+            held["offers"].append(disk.record)
         return held
 
     def copy(self, generation: str) -> SimulatedCopy | None:
@@ -171,12 +176,15 @@ class Training:
         self.is_training = self.is_finishing = self.disk_answers = False
         self.offered: set[str] = set()
         """Checkpoints that were there when process 0 looked: another round may write more."""
+        self.record: Key | None = None
+        """The copy that was recorded as complete, when process 0 looked."""
         self._protocols: list[Any] = []
         self._facts: dict[int, Any] = {}
         self._questions: dict[int, Any] = {}
         self._restored: set[int] = set()
         self._writing: set[int] = set()
-        self._saving = self._is_broken = False
+        self._saving = self._is_broken = self._is_recorded = False
+        self._last: SimulatedCopy | None = None
         self._n_joined = 0
         self._parts: tuple[frozenset[int], ...] = ()
         self._n_shares = 0
@@ -192,6 +200,8 @@ class Training:
         self.workers[worker.process] = worker
         worker.holdings = Holdings(self, worker)
         self._reach(worker, self.job.start_s() * self.job.slowness(worker.host.number), self._joined)
+        if self._is_broken:
+            worker.after(5.0 + self.queue.rng.random() * 60.0, worker.fail, "transient", "a peer has never come")
 
     def _reach(self, worker: SimulatedWorker, seconds: float, do: Any, *args: Any) -> None:
         """Have a worker do something when its message has passed: later, if its host is cut off."""
@@ -376,6 +386,8 @@ class Training:
         """Keep copies of this step, unless a host still writes the one before."""
         if self._writing:
             return
+        if self._last is not None and not self._is_recorded:  # all hosts have written it
+            self._record(self._last.offer() | {"parts": []})
         key, random = (self.attempt, self.step), self.queue.rng.random
         for process, worker in self.workers.items():
             copy = SimulatedCopy(
@@ -389,9 +401,20 @@ class Training:
                 self.hosts,
                 self.verified,
             )
+            self._last = copy
             self._writing.add(process)
             self.job.referee.on_copy(copy)
             worker.after(0.01 + random() * 0.05, self._write, worker, copy)
+
+    def _record(self, offer: Answer) -> None:
+        """Record that a copy was complete, sooner or later: process 0's host writes it, and nobody waits."""
+        if not self.job.disk.hangs:
+            self._is_recorded = True
+            self.workers[0].after(0.01 + self.queue.rng.random() * self.job.plan.read_s, self._recorded, offer)
+
+    def _recorded(self, offer: Answer) -> None:
+        if not self.job.disk.is_full:
+            self.job.disk.record = offer
 
     def _write(self, worker: SimulatedWorker, copy: SimulatedCopy) -> None:
         assert worker.holdings is not None  # noqa: S101

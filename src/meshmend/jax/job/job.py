@@ -40,7 +40,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 class Job:
-    """A training job that survives the loss of hosts: it joins its processes, trains, and resumes after a restart.
+    """A training job that survives failures of hosts: it joins its processes, trains, and resumes after a restart.
 
     Make it before anything touches a device. Started by a launcher (`meshmend run`) it joins the other
     processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all

@@ -1,4 +1,4 @@
-"""Keep a job's state and restore it: in the memory of hosts after most steps, and on disk at intervals.
+"""Keep a job's state and restore it: in the memory of hosts every few steps, and on disk at intervals.
 
 `Keeper` is what a job uses; it keeps copies in `memory` and checkpoints on `disk`, and `layout` says where each element
 lies. Needs the `restart` extra for checkpoints on disk.

@@ -24,7 +24,10 @@ from meshmend.jax.state.memory.collect import NeededParts, gather
 from meshmend.jax.state.memory.copies import Copy, HostMemory, PartReader
 from meshmend.jax.state.memory.folders import delete_stale
 from meshmend.jax.state.memory.redundancy import look_for_room
+from meshmend.jax.state.record import Record
 from meshmend.jax.state.recovery import Answer
+
+RECORD_TIMEOUT_S = 10.0
 
 
 class Holdings:
@@ -43,6 +46,7 @@ class Holdings:
         *,
         untrusted: Any,
         cleans_up: bool,
+        record: Record | None = None,
     ) -> None:
         self.session = session
         self.layout = layout
@@ -50,6 +54,7 @@ class Holdings:
         self.checkpoints = checkpoints
         self._untrusted = untrusted
         self._cleans_up = cleans_up
+        self._record = record
         self._copies: list[Copy] = []
         self._files = ExitStack()
         self._reader: PartReader | None = None
@@ -81,6 +86,11 @@ class Holdings:
             except OSError as error:
                 self.checkpoints.disk_answers = False
                 mine["problems"].append(f"{self._me}: {disk.folder} is unreachable: {error}")
+        if self._record is not None and self.session.launch.process == 0:
+            try:
+                mine["offers"] += with_timeout(RECORD_TIMEOUT_S, self._record.read)
+            except OSError as error:
+                mine["problems"].append(f"{self._me}: what this job has kept is not known: {error}")
         return mine
 
     def _look_into_memory(self, memory: HostMemory, mine: Answer) -> None:

@@ -26,6 +26,7 @@ from meshmend.jax.state.memory.folders import default_folder
 from meshmend.jax.state.memory.peer_copy import Mirror
 from meshmend.jax.state.memory.placement import place
 from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks
+from meshmend.jax.state.record import Record
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.voting import Ballot
@@ -70,6 +71,8 @@ class Keeper:
     job resumes from the newest state that is. `keep(…, pin=True)` a state that is being checked, and `verify` it:
     copies of the last verified step stay in memory until there is a later one.
 
+    Given a `record`, a job that has lost all copies and has no checkpoint does not take itself for a new one.
+
     `layout` says what the state is and how it lies on the session's fabric: `compile_train_step(…).layout`, or
     `StateLayout.of(training, program, params)`. Every process makes the same calls.
     """
@@ -86,6 +89,7 @@ class Keeper:
         disk_timeout_s: float = 30.0,
         start_from: str | Path | None = None,
         untrusted: Sequence[tuple[int, int]] | None = None,
+        record: Record | None = None,
     ) -> None:
         if layout.fabric != session.fabric:
             raise RestartError(
@@ -106,6 +110,7 @@ class Keeper:
         """Number of this attempt of the job, from 1; 0 until `restore`."""
         self._untrusted = None if untrusted is None else [list(pair) for pair in untrusted]
         self._trust = Trust.of(self._untrusted)
+        self._record = record
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
         self._table = Timetable(0, disk_every=disk_every)
@@ -149,6 +154,7 @@ class Keeper:
                 self.checkpoints,
                 untrusted=self._untrusted,
                 cleans_up=self._has_default_folder,
+                record=self._record,
             )
             with contextlib.closing(holdings):
                 process, judge = self.session.launch.process, self._judge(holdings)
@@ -198,6 +204,7 @@ class Keeper:
                     run=str(begun["run"]),
                     vote=self._ballot,
                     placement=self._placement,
+                    on_complete=self._on_complete,
                 )
                 self._mirror.compile(found.params, found.state)
             if self._verified > 0:
@@ -206,6 +213,10 @@ class Keeper:
                 # Its copies may have been on hosts that are lost, or on disk only.
                 self._mirror.keep(found.step, found.params, found.state, found.extra, self._verified)
         return found
+
+    def _on_complete(self, offer: dict[str, Any]) -> None:
+        if self._record is not None and self.session.launch.process == 0:
+            self._record.write(offer, self.memory.hosts)
 
     def _begin_with(self, params: Tree, state: Tree, donate: bool) -> tuple[Tree, Tree]:
         """Return the state that Orbax has saved at `start_from`."""
@@ -397,7 +408,11 @@ class Keeper:
     def _folders(self) -> str:
         return " and ".join(
             str(folder)
-            for folder in (self.memory.folder if self.memory_every else None, self.disk and self.disk.folder)
+            for folder in (
+                self.memory.folder if self.memory_every else None,
+                self.disk and self.disk.folder,
+                self._record and self._record.file.path,
+            )
             if folder
         )
 

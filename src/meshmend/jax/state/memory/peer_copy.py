@@ -51,6 +51,7 @@ class Mirror:
         run: str,
         vote: Callable[[Wishes], Outcome],
         placement: Placement,
+        on_complete: Callable[[dict[str, Any]], Any] = lambda _: None,
     ) -> None:
         self.layout = layout
         self.memory = memory
@@ -60,6 +61,9 @@ class Mirror:
         self.vote = vote
         self.on_failure = on_failure
         """Called with an error by the thread that writes: the one that trains may be blocked in the next step."""
+        self.on_complete = on_complete
+        """Called by that thread with what this host offers of a copy, once all hosts have written it."""
+        self._offer: dict[str, Any] | None = None
         self.placement = placement
         n_most, n_chips = max(Counter(self.placement.host_of_chip).values()), len(self.placement.host_of_chip)
         if layout.outline.sharded and n_chips < 2 * n_most < 2 * n_chips:
@@ -123,12 +127,15 @@ class Mirror:
             if outcome().is_late:
                 self.timeline.note("copy skipped", step=step)
                 return
+            if self._offer is not None:
+                self.on_complete(self._offer)
             table.copy_begins()
             wait_for(parts)
             table.copy_is_cut()
             me = jax.process_index()
             copy = copy_of(parts, self.layout, self.placement, me, self.attempt, step, extra, self.run)
             n_bytes = self.memory.write(replace(copy, verified=verified))
+            self._offer = copy.offer(self.layout.copy_identity)
             table.copy_is_written()
         except BaseException as error:
             self.on_failure(error)
