@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -22,9 +23,12 @@ PATIENCE_S = 60.0
 """Far more than anything here takes, for machines that are busy with something else."""
 
 
-def session_of(*lost: int | str, timeline: Path | None = None) -> Session:
+def session_of(*lost: int | str, timeline: Path | None = None, job: str | None = None) -> Session:
     """A session whose fabrics are the numbers of the hosts that they have lost."""
-    one = SimpleNamespace(fabrics_ahead=lambda **_: iter([(i, i) for i in lost]), timeline=Timeline(timeline))
+    launch = SimpleNamespace(job=job or f"job-{secrets.token_hex(8)}", process=0)
+    one = SimpleNamespace(
+        fabrics_ahead=lambda **_: iter([(i, i) for i in lost]), timeline=Timeline(timeline), launch=launch
+    )
     return cast(Session, one)
 
 
@@ -71,6 +75,26 @@ def test_an_orderly_end_waits_for_the_build_and_leaves_the_rest(error: SystemExi
     except SystemExit:
         assert error is not None
     assert (build.built, ahead.ready) == ([0], [0])
+
+
+def test_hosts_of_one_machine_take_turns_where_cores_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of a local job share one core: the second builds when the first is done, or not at all."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    job, first, second, third = f"job-{secrets.token_hex(8)}", SlowBuild(), SlowBuild(), SlowBuild()
+    with CompileAhead(session_of(0, job=job), first):
+        assert first.begun.wait(PATIENCE_S)
+        one, other = CompileAhead(session_of(1, job=job), second), CompileAhead(session_of(2, job=job), third)
+        other.stop()
+        assert not other.ready
+        assert not second.begun.wait(0.3)
+        with CompileAhead(session_of(3), third):  # another job's host
+            assert third.begun.wait(PATIENCE_S)
+            third.let_go.set()
+        first.let_go.set()
+        assert second.begun.wait(PATIENCE_S)
+        second.let_go.set()
+        one.wait()
+    assert (first.built, second.built, third.built) == ([0], [1], [3])
 
 
 def run(session: Session, build: Callable[[Any], None]) -> CompileAhead:
@@ -120,7 +144,8 @@ def test_losses_that_cannot_be_listed_are_reported() -> None:
         yield 0, 0
         raise RuntimeError("no devices")
 
-    one = cast(Session, SimpleNamespace(fabrics_ahead=fabrics, timeline=Timeline(None)))
+    one = session_of()
+    one.fabrics_ahead = fabrics  # type: ignore[assignment, method-assign]
     with pytest.warns(UserWarning, match="the possible losses failed: RuntimeError: no devices"):
         ahead = run(one, lambda _: None)
     assert ahead.ready == [0], "each is built as soon as it is listed"
@@ -130,7 +155,7 @@ def test_losses_that_cannot_be_listed_are_reported() -> None:
 def test_an_interpreter_that_ends_with_a_build_under_way_does_not_crash() -> None:
     """A daemon thread inside XLA's compiler aborts the process if the interpreter ends under it."""
     code = """
-import threading, types, jax, jax.numpy as jnp
+import os, threading, types, jax, jax.numpy as jnp
 from meshmend.jax.compile import CompileAhead
 from meshmend.launch import Timeline
 
@@ -140,7 +165,9 @@ def many(x):
     return x
 
 lowered, begun = jax.jit(many).lower(jnp.ones((4, 4))), threading.Event()
-session = types.SimpleNamespace(fabrics_ahead=lambda **_: iter([(0, None), (1, None)]), timeline=Timeline(None))
+launch = types.SimpleNamespace(job=f"of process {os.getpid()}")
+losses = lambda **_: iter([(0, None), (1, None)])
+session = types.SimpleNamespace(fabrics_ahead=losses, timeline=Timeline(None), launch=launch)
 
 def build(_):
     begun.set()
@@ -154,5 +181,7 @@ except RuntimeError as error:
     print(error)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "peer lost\n"), done.stderr

@@ -14,8 +14,11 @@ all.
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
+import os
 import re
+import socket
 import threading
 import warnings
 from collections.abc import Callable
@@ -173,14 +176,33 @@ class CompileAhead:
             if self.first is not None and self.session.launch.process == 0:
                 self.first()
             for lost, fabric in self.session.fabrics_ahead(is_divided=self.is_divided):
-                if self._stop.is_set():
-                    return
                 which = {"lost": lost} if isinstance(lost, int) else {"domain": lost}
-                with self.session.timeline.timed("compile ahead", **which) as facts:
-                    facts |= self._build(lost, fabric)
+                with self._core():
+                    if self._stop.is_set():
+                        return
+                    with self.session.timeline.timed("compile ahead", **which) as facts:
+                        facts |= self._build(lost, fabric)
         except Exception as error:
             # Whatever it is, an error in a thread would go unseen.
             self.session.timeline.note("compile ahead", problem=self._failed("the possible losses", error))
+
+    def _core(self) -> socket.socket:
+        """Wait for one of this machine's cores, and return what holds it: hosts of a local job share them with steps.
+
+        A name of Linux's abstract sockets is free again when its process ends, however it does.
+        """
+        while True:
+            for number in range(os.cpu_count() or 1):
+                core = socket.socket(socket.AF_UNIX)
+                try:
+                    core.bind(f"\0meshmend {self.session.launch.job[:50]} compiles on core {number}")
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        core.close()
+                        continue
+                return core
+            if self._stop.wait(0.05):
+                return core
 
     def _build(self, lost: int | str, fabric: Fabric) -> dict[str, Any]:
         try:
