@@ -11,31 +11,32 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = CHIPS
 
 COMPILE_QUICKLY = "--xla_backend_optimization_level=0"
-if version("jax").startswith("0.10."):  # later ones have no such flag
-    COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"
+if version("jax").startswith("0.10."):  # later ones may have no such flags
+    COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 """Most of these tests' time is XLA's compiler, and this halves it; what programs mean does not depend on it. Jobs,
-pages and examples, which run in processes of their own, and the slow tests have XLA as users have it."""
+pages and examples, which run in processes of their own, have XLA as users have it, and so have all tests where
+XLA_OPTIMIZER=on: `.ci/nightly` sets that."""
 
 SAME_PROGRAMS = ("job", "state")
 """Tests that compile the same few train steps over and over, in jobs that start again."""
 
 
-def flags(config: pytest.Config) -> str:
-    """Return XLA's flags for the tests of this process: quick ones compile quickly."""
-    return CHIPS if config.getoption("markexpr") == "slow" else f"{CHIPS} {COMPILE_QUICKLY}"
+def flags() -> str:
+    """Return XLA's flags for the tests of this process."""
+    return CHIPS if os.environ.get("XLA_OPTIMIZER") == "on" else f"{CHIPS} {COMPILE_QUICKLY}"
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Set the flags before a module of tests is imported."""
-    os.environ["XLA_FLAGS"] = flags(config)
+    os.environ["XLA_FLAGS"] = flags()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let JAX read its flags now: libtpu refuses those that are for CPUs, and processes that tests start have none."""
     if any("jax_engine" in item.path.parts for item in items):
         import jax
 
-        os.environ["XLA_FLAGS"] = flags(config)
+        os.environ["XLA_FLAGS"] = flags()
         jax.devices()
     os.environ["XLA_FLAGS"] = CHIPS
 

@@ -1,4 +1,4 @@
-"""What `lab/benchmarks/overhead.py` measures stays within what docs/operate.md says."""
+"""What `lab/benchmarks/overhead.py` measures stays within what docs/metrics.md says."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from meshmend.errors import ParameterError, ScheduleFileError
 from meshmend.jax.compile.for_topology import CompilerError, compile_step, has_libtpu, slice_fabric
 from meshmend.schedule.lanes import lower
 from meshmend_lab.export.artefact import DeviceTables, Payload, read_artefact
-from meshmend_lab.export.bystanders import with_bystanders
+from meshmend_lab.export.bystanders import inputs_of, with_bystanders
 from meshmend_lab.export.exporting import check_program, export_artefact, exported, summing, versions_here
 from random_schedules import random_schedule
 
@@ -139,7 +139,7 @@ def test_ranks_may_be_any_of_the_devices(seed: int) -> None:
     places = rng.permutation(n)[: whole.mesh.n_chips].tolist()
     lowered = with_bystanders(lower(whole), places, n)
     mesh = Mesh(np.array(jax.devices()[:n]), ("chip",))
-    tables = list(lowered.inputs.values())
+    tables = list(inputs_of(lowered).values())
     rows = rng.integers(-99, 99, (n, 101)).astype(np.int32)
     found = np.asarray(jax.jit(summing(lowered, mesh))(rows, tables))
     expected = rows.copy()
@@ -156,7 +156,7 @@ def test_groups_of_devices_sum_side_by_side() -> None:
     expected = rows.copy()
     expected[[0, 5, 3]] = rows[0] + rows[5] + rows[3]
     expected[[1, 2, 6]] = rows[1] + rows[2] + rows[6]
-    assert np.array_equal(np.asarray(total(rows, list(lowered.inputs.values()))), expected)
+    assert np.array_equal(np.asarray(total(rows, list(inputs_of(lowered).values()))), expected)
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 5], [0, 1, 2, -1]])

@@ -20,6 +20,7 @@ MESHES = [
     Mesh("3x4", wrap=[False, True], failed=["1,2", "2,0"], failed_cables=["0,0-0,3"], cable_rates={"0,0-0,1": "2/3"}),
     Mesh("6"),
     Mesh("2x3x3", wrap=[False, False, True], failed=["1,1,1"]),
+    Mesh("2x2", failed=["0,0"], cable_rates={"0,0-0,1": "1/2"}),
 ]
 
 
@@ -32,6 +33,7 @@ def test_the_machine_file_says_what_the_lab_is(mesh: Mesh, tmp_path: Path, monke
     assert journal.journal_names() == ["lab"]
     machine = read_machine(lab.environment(mesh.chip(0))["MESHMEND_MACHINE"])
     assert machine.mesh == mesh
+    assert machine.mesh.whole == mesh.whole, "the slow cable of a failed chip stays slow"
     assert machine.hardware == str(tmp_path / "lab" / "hardware.json")
     journal.forget("lab")
     assert not list(tmp_path.iterdir())

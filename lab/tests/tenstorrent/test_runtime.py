@@ -209,5 +209,5 @@ def test_the_runtime_still_answers_what_is_kept(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_has_what_was_measured_and_predicted() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "where.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "tenstorrent.md").read_text(encoding="utf-8")
     assert tenstorrent.table(1e8) in page, "run: python lab/benchmarks/tenstorrent.py table"

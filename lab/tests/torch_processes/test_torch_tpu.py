@@ -31,6 +31,7 @@ from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.launch.chips import Chips
 from meshmend.schedule.lanes import Lowered
 from meshmend_lab.export import torch_tpu as tpu
+from meshmend_lab.export.bystanders import inputs_of
 from torch_engine.processes import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -179,7 +180,7 @@ def test_each_rank_has_its_own_rows() -> None:
 
     parts = [tpu.part_of(lowered, rank, never, "cpu") for rank in range(WORLD)]
     assert [part.stands_by for part in parts] == [True, False, False, True, False, False]
-    for i, table in enumerate(lowered.inputs.values()):
+    for i, table in enumerate(inputs_of(lowered).values()):
         together = torch.cat([part.rows[i] for part in parts]).numpy()
         assert np.array_equal(together, table)
         assert together.dtype == table.dtype
