@@ -255,7 +255,7 @@ class TransientError(RestartError):
 
 
 class QuarantineError(MeshmendError, RuntimeError):
-    """A quarantine list is damaged, lacks what is asked for, or may not grow without somebody who looks."""
+    """A quarantine list is damaged, lacks what is asked for, or needs an operator's approval to grow."""
 
 
 class LostChipError(MeshmendError, RuntimeError):

@@ -13,7 +13,7 @@ TESTED = {
     "torch": ("2.7.0", "2.13.0", "2.14.1", "2.15.0"),
     "torchft": ("0.2.0", "2026.10.26 (nightly)"),
 }
-"""The versions that the quick tests have passed with: docs/start.md says when, and with which others."""
+"""The versions that the quick tests have passed with: docs/versions.md says when, and with which others."""
 
 
 def own_version() -> str:

@@ -96,12 +96,14 @@ def _run(
                 held[owner, chunk] = update(chunk, held[owner, chunk].copy())
 
     update_after(-1)  # a chip alone has nothing to wait for
-    for step, (start, stop) in enumerate(pairwise(schedule.step_starts)):
+    for step, (start, stop) in enumerate(pairwise(schedule.step_starts.tolist())):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.
-        outbox = [
-            (rows, chunks, held[schedule.src[rows][:, None], chunks])
-            for rows, chunks in _runs_by_length(schedule, int(start), int(stop))
-        ]
+        outbox = []
+        lengths = schedule.n_chunks[start:stop]
+        for length in np.unique(lengths):
+            rows = np.flatnonzero(lengths == length) + start
+            chunks = schedule.first_chunk[rows].astype(np.int64)[:, None] + np.arange(length)
+            outbox.append((rows, chunks, held[schedule.src[rows][:, None], chunks]))
         for rows, chunks, data in outbox:
             dst = schedule.dst[rows][:, None]
             adds = schedule.op[rows] == Op.REDUCE
@@ -109,13 +111,3 @@ def _run(
             held[dst, chunks] = data
         update_after(step)
     return held
-
-
-def _runs_by_length(schedule: Schedule, start: int, stop: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Return (rows, chunk numbers) for each run length among rows start … stop−1."""
-    lengths = schedule.n_chunks[start:stop]
-    groups = []
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length) + start
-        groups.append((rows, schedule.first_chunk[rows].astype(np.int64)[:, None] + np.arange(length)))
-    return groups

@@ -50,10 +50,6 @@ def _add(name: str, panel: str, brief: str, command: Callable[..., None], **sett
     app.command(name, cls=Command, rich_help_panel=panel, short_help=brief, **settings)(unbundled(command))
 
 
-def _add_group(name: str, panel: str, brief: str, group: typer.Typer) -> None:
-    app.add_typer(group, name=name, rich_help_panel=panel, short_help=brief)
-
-
 _add("plan", START, "plan, prove, predict", plan.command)
 _add("verify", START, "prove a saved plan", verify.command)
 _add("compare", START, "planners side by side", compare.command)
@@ -70,9 +66,9 @@ _add("studio", START, "fail chips on a web page", studio.command)
 _add("prepare", OPERATE, "plan for failed hosts", prepare.command)
 _add("store", OPERATE, "a job's rendezvous", store.command)
 _add("watch", OPERATE, "a job and its goodput", watch.command)
-_add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
+app.add_typer(quarantine.app, name="quarantine", rich_help_panel=OPERATE, short_help="what a job leaves out")
 _add("machine", OPERATE, "read a machine's files", machine.command)
-_add("compile", STUDY, "for a TPU, without one", compile_command.command)
+_add("compile", STUDY, "a plan for a TPU slice", compile_command.command)
 _add("bench", STUDY, "time your own chips", bench.command)
 
 

@@ -34,8 +34,7 @@ def command(
         option("--payload", "BYTES", "Bytes per chip, as in 32MB. Repeatable.", show_default=DEFAULT_PAYLOAD),
     ] = None,
     planner: Annotated[
-        list[str] | None,
-        option("--planner", "NAME", "Only these. Repeatable.", show_default="all"),
+        list[str] | None, option("--planner", "NAME", "Only these. Repeatable.", show_default="all")
     ] = None,
     repeat: Annotated[int, option("--repeat", "N", "Runs per case; the best counts.", min=1)] = 3,
     hardware: Annotated[str | None, hardware_option("measured first")] = None,

@@ -1,4 +1,4 @@
-"""What the commands share besides their options: output, error reporting and the exit codes."""
+"""What the commands share besides their options: output, files to write, error reporting and the exit codes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,9 +19,10 @@ from rich.text import Text
 
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost import Forecast
-from meshmend.errors import MeshmendError
+from meshmend.errors import MeshmendError, ParameterError
 from meshmend.topology import Mesh, name_cable, name_shape
 
+SCHEDULES = (".npz", ".txt")
 REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 EXIT_CODES = {
     0: "done",
@@ -123,3 +126,32 @@ def print_facts(title: str, facts: Mapping[str, str | Text]) -> None:
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
+    """Raise `ParameterError` if a result cannot be written to `path`; called before the work that makes it."""
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        known = f"{', '.join(endings[:-1])} or {endings[-1]}" if len(endings) > 1 else endings[0]
+        raise ParameterError(f"{option} {path}: the name ends in {path.suffix!r}, expected {known}.")
+    if path.is_dir():
+        raise ParameterError(f"{option} {path}: this is a folder; name a file in it.")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ParameterError(f"{option} {path}: this file is not writable.")
+        return
+    check_folder(option, path.parent, make=False)
+
+
+def check_folder(option: str, folder: Path, *, make: bool) -> None:
+    """Raise `ParameterError` if no file can be made in a folder; with `make`, a missing folder is created."""
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        # Try it, since permissions are not enough: the disk may be read-only or full.
+        with tempfile.TemporaryFile(dir=folder, prefix=".meshmend-"):
+            pass
+    except OSError as error:
+        why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise ParameterError(f"{option}: nothing can be written in {folder}: {why}.") from error

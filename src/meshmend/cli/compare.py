@@ -113,7 +113,11 @@ def _show(this: Comparison, here: dict[str, Any], there: dict[str, Any] | None) 
         return f"{mine / full:.3f}" if mine is not None and full else None
 
     def figure(of: dict[str, dict[str, Any]], key: str, write: Callable[[Any], str]) -> Callable[[str], object]:
-        return lambda name: _figure(of.get(name, {}), key, write)
+        def shown(name: str) -> object:
+            value = of.get(name, {}).get(key)
+            return value if value in (None, "") else write(value)  # None if the planner has none, "" for the bound
+
+        return shown
 
     columns: list[tuple[str, Callable[[str], object]]] = [("planner", str)]
     columns += [(one.heading, figure(rows, one.key, one.write)) for one in COLUMNS if one.heading is not None]
@@ -144,12 +148,6 @@ def _with_bound(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a mesh, the last of them that of the bound."""
     nothing = {column.key: "" for column in COLUMNS}
     return [*facts["planners"], {"planner": BOUND, **nothing, "seconds": facts["bound_seconds"], "ratio_to_bound": 1.0}]
-
-
-def _figure(row: dict[str, Any], key: str, write: Callable[[float], str]) -> str | None:
-    """Return a figure of a row as it is written: None if the planner has none, nothing for the bound."""
-    figure = row.get(key)
-    return figure if figure is None or figure == "" else write(figure)
 
 
 def _share(gap: dict[str, float], part: str) -> str | None:

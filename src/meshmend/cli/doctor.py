@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from meshmend import __version__
-from meshmend.cli.common import print_facts, print_json
+from meshmend.cli.common import check_output, print_facts, print_json
 from meshmend.cli.options import JsonOption, option
-from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, working
 from meshmend.cost.hardware import hardware_facts, read_hardware
 from meshmend.cost.units import name_rate, name_seconds
@@ -42,8 +41,8 @@ def command(
     Green works, yellow is not installed (or not possible here), red is installed but broken; each yellow and red line
     says what to do. The exit code is 1 if a line is red.
 
-    With --measure nothing is tried: the cost of a step, a message and a byte is measured on the devices that JAX has,
-    or on virtual ones, in less than a minute.
+    With --measure no engine is tried. It measures the cost of a step, a message and a byte on JAX's devices, or on
+    virtual ones, in less than a minute.
 
     Example: meshmend doctor --measure mine.json --shape 4x4
     """

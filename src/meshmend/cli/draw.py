@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import mesh_facts, print_result
+from meshmend.cli.common import check_output, mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     CollectiveOption,
@@ -24,7 +24,6 @@ from meshmend.cli.options import (
     option,
     tuned_planner,
 )
-from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import approved, plain, working
 from meshmend.cost.units import format_bytes
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
@@ -48,13 +47,7 @@ def command(
     collective: CollectiveOption = Collective.ALL_REDUCE,
     auto: AutoOptions,
     what: Annotated[
-        str | None,
-        option(
-            "--what",
-            "WHAT",
-            f"One of: {', '.join(WHAT)}.",
-            show_default="what fits best",
-        ),
+        str | None, option("--what", "WHAT", f"One of: {', '.join(WHAT)}.", show_default="what fits best")
     ] = None,
     chunk: Annotated[
         list[int] | None, option("--chunk", "K", "trees: a chunk to draw; steps: a chunk to follow. Repeatable.")
@@ -62,11 +55,7 @@ def command(
     steps: Annotated[str | None, option("--steps", "A-B", "steps: only steps A to B.")] = None,
     route: Annotated[
         list[str] | None,
-        option(
-            "--route",
-            "r,c-r,c",
-            "The route between two chips: drawn, or told without -o. Repeatable.",
-        ),
+        option("--route", "r,c-r,c", "The route between two chips: drawn, or told without -o. Repeatable."),
     ] = None,
     output: Annotated[
         Path | None, option("--output", "F", "Output file: .svg .png .pdf, or .html for steps.", "-o")

@@ -24,7 +24,7 @@ def command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A description of the machine, from its own tools.")],
     intended: IntendedOption = None,
     shape: Annotated[
-        str | None, option("--shape", "SHAPE", "What the machine is, if the file leaves it open: 4x8.")
+        str | None, option("--shape", "SHAPE", "The machine's shape, if the file leaves it open: 4x8.")
     ] = None,
     wrap: WrapOption = "none",
     json: JsonOption = False,
@@ -94,7 +94,7 @@ def _hosts_to_call(machine: Machine) -> list[str]:
 
 def _show(machine: Machine, then: str) -> None:
     mesh = machine.mesh
-    failed = [machine.name(at) + _on(machine.host(at)) for at in machine.failed_chips]
+    failed = [machine.name(at) + (f" on {host}" if (host := machine.host(at)) else "") for at in machine.failed_chips]
     cables = [f"{name_cable(cable)}{_between(machine, cable)}" for cable in mesh.failed_cables]
     slow = [f"{name_cable(c)} at {rate}{_between(machine, c)}" for c, rate in mesh.cable_rates.items()]
     facts: dict[str, str | Text] = {
@@ -109,12 +109,7 @@ def _show(machine: Machine, then: str) -> None:
         "notes": "\n".join(plain(note) for note in machine.notes),
     }
     print_facts(f"{machine.file}", {name: value for name, value in facts.items() if value})
-    if then is not None:
-        print_line(("next: ", "dim"), plain(then))
-
-
-def _on(host: str | None) -> str:
-    return "" if host is None else f" on {host}"
+    print_line(("next: ", "dim"), plain(then))
 
 
 def _between(machine: Machine, cable: tuple[tuple[int, ...], tuple[int, ...]]) -> str:

@@ -76,10 +76,7 @@ PlannerOption = Annotated[
 NeighboursOption = Annotated[
     bool, option("--neighbours-only", "", "Hops between neighbours only: for routers that know no hole.")
 ]
-CollectiveOption = Annotated[
-    str,
-    option("--collective", "NAME", f"What to plan: {', '.join(Collective)}."),
-]
+CollectiveOption = Annotated[str, option("--collective", "NAME", f"The collective: {', '.join(Collective)}.")]
 PayloadOption = Annotated[str, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.")]
 OptionalPayloadOption = Annotated[
     str | None, option("--payload", "SIZE", "Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB")
@@ -130,7 +127,7 @@ class MachineOptions:
         option(
             "--machine",
             "FILE",
-            "In place of SHAPE, a description, which may say the hardware, too: see `meshmend machine`.",
+            "In place of SHAPE, a description, with its hardware if it has any: see `meshmend machine`.",
         ),
     ] = None
     intended: IntendedOption = None
@@ -174,12 +171,7 @@ class PriceOptions:
 
     hardware: HardwareOption = None
     mode: Annotated[
-        str,
-        option(
-            "--mode",
-            "NAME",
-            "How the engine synchronizes: lock-step (a barrier per step), or asynchronous.",
-        ),
+        str, option("--mode", "NAME", "How the engine synchronizes: lock-step (a barrier per step), or asynchronous.")
     ] = "lock-step"
 
     def read_hardware(self, machine: MachineOptions) -> Hardware:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from rich.text import Text
 
-from meshmend.cli.common import forecast_facts, mesh_facts, print_facts, print_json
+from meshmend.cli.common import SCHEDULES, check_output, forecast_facts, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
@@ -27,7 +27,6 @@ from meshmend.cli.options import (
     option,
     tuned_planner,
 )
-from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, print_rows, working
 from meshmend.cost import Forecast, busiest_link_load, predict
 from meshmend.cost.hardware import hardware_facts

@@ -10,7 +10,7 @@ from typing import Annotated
 from rich.text import Text
 
 from meshmend.buckets import as_path, own_folder
-from meshmend.cli.common import mesh_facts, print_result
+from meshmend.cli.common import check_folder, mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     HoleOptions,
@@ -20,17 +20,16 @@ from meshmend.cli.options import (
     ShapeArgument,
     option,
 )
-from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, working
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import CacheWarning, MeshError, ParameterError, PlanError
+from meshmend.launch.hosts import Hosts
 from meshmend.planning import Auto, PlanCache, StepDemands, Workload
 from meshmend.planning.cache import PREPARED_BUDGET_S
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective
 from meshmend.schedule.lanes import MAX_UNROLLED
-from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
 WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_UPDATE.value, Collective.ALL_GATHER.value)
 """What a step may run: a replicated update, a fused one, sharded parameters."""
@@ -44,7 +43,7 @@ def command(
     planner: PlannerOption = Auto.name,
     neighbours_only: NeighboursOption = False,
     collective: Annotated[
-        str, option("--collective", "NAME", f"What a step runs: {', '.join(WAYS)}.")
+        str, option("--collective", "NAME", f"The collective of a step: {', '.join(WAYS)}.")
     ] = Collective.ALL_REDUCE.value,
     auto: AutoOptions,
     tile: Annotated[str | None, option("--tile", "HxW", "Chips per tile; the payload is one chip's shard.")] = None,
@@ -55,17 +54,17 @@ def command(
     cache: Annotated[Path | None, option("--cache", "DIR", "Folder for plans; default: ~/.cache/meshmend.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan ahead for the loss of every single host, in addition to what has already failed.
+    """Plan ahead for the failure of every single host, in addition to what has already failed.
 
     A job that loses a host then finds its plans in the cache. Once it has begun to train, --shared is all that you have
-    to say; before that, give the bytes that a chip sends in a step, the collective and the tile. Sharded parameters
+    to say. Before that, give the bytes that a chip sends in a step, the collective and the tile. Sharded parameters
     (FSDP) send one layer at a time, in an all-gather and a reduce-scatter: --collective all-gather plans for both.
     Plans of a job in a bucket are kept on this machine: run it on one of the job's hosts, as the user of the job.
 
     Example: meshmend prepare 16x32 --host 4x2 --shared shared
     """
     mesh = holes.mesh(shape)
-    hosts = _hosts(mesh, host)
+    hosts = [tile for tile in Hosts.of(mesh.shape, host).tiles if mesh.live[tile.slices].any()]
     store = PlanCache(own_folder(as_path(shared)) / "plans" if cache is None and shared is not None else cache)
     check_folder("--cache", store.folder, make=True)
     demands = _demands(shared, planner, auto, collective, tile)
@@ -143,12 +142,3 @@ def _planned_for(demands: StepDemands) -> str:
     tiles = "" if demands.tile is None else f" between tiles of {demands.tile} chips"
     size = format_bytes(demands.workload.payload_bytes)
     return f"{demands.workload.collective.value} of {size}{tiles}, {demands.hardware.name}"
-
-
-def _hosts(mesh: Mesh, host: str) -> list[Region]:
-    """Return the hosts that still have a live chip."""
-    host_shape = parse_shape(host)
-    if len(host_shape) != mesh.n_axes or any(h < 1 or n % h for n, h in zip(mesh.shape, host_shape, strict=False)):
-        raise MeshError(f"Hosts of {host} chips do not tile a {name_shape(mesh.shape)} mesh.")
-    places = all_placements(mesh.shape, host_shape, align=host_shape)
-    return [place for place in places if mesh.live[place.slices].any()]

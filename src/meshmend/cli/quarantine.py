@@ -60,7 +60,7 @@ def add(
     length: Annotated[str, option("--for", "TIME", "How long, as in 7d, 12h, 30min or 90s.")] = "7d",
     json: JsonOption = False,
 ) -> None:
-    """Leave out chips, cables or hosts. What is added by hand does not count for the limit of what the job may add.
+    """Leave out chips, cables or hosts. Entries by hand do not count towards the limit of the job's own entries.
 
     Example: meshmend quarantine add shared 2,3 --why "fails the burn-in" --for 30d
     """

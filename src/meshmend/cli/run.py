@@ -56,7 +56,7 @@ DomainOption = Annotated[
     option(
         "--domain",
         "NAME",
-        "What fails with this host, such as its rack: copies are kept elsewhere. With --local, a name per "
+        "The failure domain, such as its rack: copies are kept elsewhere. With --local, a name per "
         "host, as in a,a,b,b.",
         show_default="MESHMEND_DOMAIN, or Slurm's topology",
     ),
@@ -122,7 +122,7 @@ def command(
         list[str] | None, option("--kill", "HOST@STEP", "With --local: kill a host after a step. Repeatable.")
     ] = None,
     restarts: Annotated[
-        int, option("--restarts", "N", "Failures of the script itself, without a new step between them.", min=0)
+        int, option("--restarts", "N", "Maximum consecutive failures of the script without a completed step.", min=0)
     ] = 3,
     start_over: StartOverOption = False,
     state_wait: StateWaitOption = None,
@@ -131,7 +131,7 @@ def command(
     ] = False,
     metrics: MetricsOption = None,
 ) -> None:
-    """Run a training script that survives the loss of hosts.
+    """Run a training script that survives failures of hosts.
 
     On a cluster, the same command on every host, and one `meshmend store`. When a host is lost, the others start the
     script again at once, on the chips that are left; when it comes back, with it. With --local, everything on this

@@ -41,7 +41,7 @@ def command(
     secret_file: SecretOption = None,
     metrics: MetricsOption = None,
 ) -> None:
-    """Serve a job's hosts: they meet here, hear from here when one of them is lost, and tell here what they do.
+    """Serve a job's hosts: decide which are in a round, report failures, and record events.
 
     Run it on a machine that does not die with a host. It ends when the job is over. Beyond this machine it needs a
     secret: openssl rand -hex 32 > secret; chmod 600 secret.

@@ -2,11 +2,10 @@
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.gap import Gap
-from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
-from meshmend.cost.load import busiest_link_load, link_load
+from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, between_tiles, find_hardware
+from meshmend.cost.paths import busiest_link_load, link_load
 from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.step_demand import StepDemand
-from meshmend.cost.tiles import between_tiles
 
 __all__ = [
     "DEFAULT_HARDWARE",

@@ -54,7 +54,8 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
     cores_free = np.zeros(1)
     handled = handled_chunks(schedule) * (0.0 if is_mesh else chunk_s)
-    hops = _HopTable(paths)
+    link = paths.link.copy()
+    link[paths.far] = paths.far_link[paths.far_hop == 0]
     arrived = np.empty(schedule.n_transfers)
     rates = mesh.link_rates if mesh.has_slow_cables and is_mesh else None
     starts = schedule.step_starts
@@ -74,12 +75,12 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
             )
         if queues:
             begin = _serve(sender_free, src, begin, at_chip) + message_s
-        work = lasts if rates is None else lasts / rates[hops.link[rows]]
-        begin = _serve_links(link_free, last_of, hops.link[rows], begin, work)
-        for flows, link in hops.later_hops(first, last):
+        work = lasts if rates is None else lasts / rates[link[rows]]
+        begin = _serve_links(link_free, last_of, link[rows], begin, work)
+        for flows, crossed in _later_hops(paths, first, last):
             reaches = begin[flows] + hardware.hop_latency_s
-            own = lasts[flows] if rates is None else lasts[flows] / rates[link]
-            begin[flows] = _serve(link_free, link, reaches, own)
+            own = lasts[flows] if rates is None else lasts[flows] / rates[crossed]
+            begin[flows] = _serve(link_free, crossed, reaches, own)
             if rates is not None:
                 # What a slow link lets through late ends late at the next one too.
                 work[flows] = np.maximum(own, work[flows] - (begin[flows] - reaches))
@@ -119,24 +120,11 @@ def _serve(free: Floats, server: NDArray[np.integer], release: Floats, work: Flo
     return begin
 
 
-class _HopTable:
-    """The first link of every transfer, and the later hops of those whose ends are not neighbours."""
-
-    def __init__(self, paths: TransferPaths) -> None:
-        self.link = paths.link
-        if len(paths.far):
-            self.link = paths.link.copy()
-            self.link[paths.far] = paths.far_link[paths.far_hop == 0]
-        later = paths.far_hop > 0
-        self._row, self._hop, self._link = (column[later] for column in (paths.far_row, paths.far_hop, paths.far_link))
-
-    def later_hops(self, first: int, last: int) -> list[tuple[Ints, Ints]]:
-        """For transfers first … last−1, the second hops, then the third, …: (transfers from `first`, their links)."""
-        low, high = np.searchsorted(self._row, (first, last))
-        if low == high:
-            return []
-        row, hop, link = (column[low:high] for column in (self._row, self._hop, self._link))
-        return [(row[hop == k] - first, link[hop == k]) for k in range(1, int(hop.max()) + 1)]
+def _later_hops(paths: TransferPaths, first: int, last: int) -> list[tuple[Ints, Ints]]:
+    """For transfers first … last−1, the second hops, then the third, …: (transfers from `first`, their links)."""
+    low, high = np.searchsorted(paths.far_row, (first, last))
+    row, hop, link = (column[low:high] for column in (paths.far_row, paths.far_hop, paths.far_link))
+    return [(row[hop == k] - first, link[hop == k]) for k in range(1, int(hop.max(initial=0)) + 1)]
 
 
 class _Chunks:

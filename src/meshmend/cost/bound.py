@@ -225,14 +225,14 @@ def _bound_all_reduce(mesh: Mesh, drives: Floats) -> Bound:
 def _bound_half(mesh: Mesh, drives: Floats, shares: Sequence[int], verb: str) -> Bound:
     """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the tightest set of chips."""
     total = sum(shares)
-    degree = (mesh.neighbours >= 0).sum(axis=1)
     lacks = (total - np.asarray(shares)) / drives
     chip = int(np.argmax(lacks))
     cut = narrowest_cut(mesh, shares) if mesh.n_chips <= MAX_EXACT_CHIPS else None
     limited = drives < _chip_widths(mesh)
     is_exact = cut is not None and not bool(limited.any())
-    why = _why_chip(mesh, chip, verb, limited=bool(limited[chip]))
-    single = Bound(float(lacks[chip]) / total, 2, int(degree[chip]), why, is_exact)
+    own = (mesh.cables == chip).any(axis=1)
+    why = _why_chip(mesh, chip, f"{verb} what it does not own", own, limited=bool(limited[chip]))
+    single = Bound(float(lacks[chip]) / total, 2, int(own.sum()), why, is_exact)
     if cut is None or cut.sum() == 1:
         return single
     a, b = cut[mesh.cables.T]
@@ -257,7 +257,11 @@ def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: Floats, *, is_exact: b
     why_whole = _why_whole(mesh, parts, between, limited=bool((driven < leaving - ROUNDING).any()))
     limited = bool(driven[narrow] < leaving[narrow] - ROUNDING)
     own = between & ((a == narrow) | (b == narrow))
-    why_single = _why_single(mesh, labels, narrow, sizes, own, limited=limited)
+    if limited or (own.sum() > 1 and sizes[narrow] == 1):
+        chip = int(np.argmax(labels == narrow))
+        why_single = _why_chip(mesh, chip, "send the whole payload", own, limited=limited)
+    else:
+        why_single = _why_cut(mesh, int(sizes[narrow]), own)
     return (
         Bound(1 / float(ways[narrow]), 2, int(own.sum()), why_single, is_exact),
         Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, why_whole, is_exact),
@@ -275,17 +279,6 @@ def _why_whole(mesh: Mesh, parts: int, between: Bools, *, limited: bool) -> str:
     return f"the narrow places of the mesh: {parts:,} parts are joined by only {_name(mesh, between)}"
 
 
-def _why_single(
-    mesh: Mesh, labels: NDArray[np.int64], part: int, sizes: NDArray[np.int64], between: Bools, *, limited: bool
-) -> str:
-    chip = name_chip(mesh.chip(int(np.flatnonzero(labels == part)[0])))
-    if limited:
-        return f"chip {chip} must send the whole payload and drives only some of its links at once"
-    if between.sum() > 1 and sizes[part] == 1:
-        return f"chip {chip} must send the whole payload over its {_name(mesh, between)}"
-    return _why_cut(mesh, int(sizes[part]), between)
-
-
 def _why_cut(mesh: Mesh, n_chips: int, between: Bools) -> str:
     inside, outside = sorted((n_chips, mesh.n_chips - n_chips))
     name = _name(mesh, between)
@@ -293,11 +286,10 @@ def _why_cut(mesh: Mesh, n_chips: int, between: Bools) -> str:
     return f"{joins} two parts of the mesh, of {inside:,} and {outside:,} chips"
 
 
-def _why_chip(mesh: Mesh, rank: int, verb: str, *, limited: bool) -> str:
-    does = f"chip {name_chip(mesh.chip(rank))} must {verb} what it does not own"
+def _why_chip(mesh: Mesh, rank: int, task: str, own: Bools, *, limited: bool) -> str:
+    does = f"chip {name_chip(mesh.chip(rank))} must {task}"
     if limited:
         return f"{does} and drives only some of its links at once"
-    own = (mesh.cables == rank).any(axis=1)
     if own.sum() > 1:
         return f"{does} over its {_name(mesh, own)}"
     return f"{does} over its only cable{', which is slow' * bool(mesh.rates[own] < 1)}"

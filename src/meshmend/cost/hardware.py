@@ -22,6 +22,7 @@ from meshmend.buckets import as_os_errors, as_path
 from meshmend.cost.units import did_you_mean, name_rate, name_seconds, parse_rate, parse_seconds, split_settings
 from meshmend.errors import ParameterError
 from meshmend.files import write_whole
+from meshmend.topology import Tiling, name_shape
 
 Mode = Literal["lock-step", "asynchronous"]
 """How an engine waits: every chip for the end of each step, or each for its own data and links alone."""
@@ -206,19 +207,18 @@ _ASYNCHRONOUS = (
 )
 
 
-def _tpu(
-    name: str, rate: float, source: tuple[str, str], *, xla: bool = False, one_at_a_time: bool = False
-) -> Hardware:
-    step = 2e-6 if xla else 0.0
-    width = _ONE_AT_A_TIME if one_at_a_time else _ASYNCHRONOUS if xla else _ALL_LINKS
-    return Hardware(
-        name,
-        link_bytes_per_s=rate,
-        step_latency_s=step,
+def _tpu(name: str, rate: float, source: tuple[str, str], *, one_at_a_time: bool = False) -> tuple[Hardware, Hardware]:
+    """Return a TPU with all that its network can do, and as XLA drives it."""
+    network = Hardware(name, rate, hop_latency_s=1e-6, sources=(source, _FABRIC_STEP, _HOP, _ALL_LINKS))
+    through_xla = Hardware(
+        f"{name}-xla",
+        rate,
+        step_latency_s=2e-6,
         hop_latency_s=1e-6,
         links_at_once=1 if one_at_a_time else None,
-        sources=(source, _XLA_STEP if xla else _FABRIC_STEP, _HOP, width),
+        sources=(source, _XLA_STEP, _HOP, _ONE_AT_A_TIME if one_at_a_time else _ASYNCHRONOUS),
     )
+    return network, through_xla
 
 
 def _tenstorrent(name: str, channels: int, channel_bytes_per_s: float, source: str) -> Hardware:
@@ -234,20 +234,13 @@ PRESETS: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
         Hardware("ideal", 1e9, sources=(("link_bytes_per_s", "round: 1 GB/s, no latency, to compare schedules"),)),
-        _tpu("tpu-v2", 62e9, _V2_RATE),
-        _tpu("tpu-v2-xla", 62e9, _V2_RATE, xla=True, one_at_a_time=True),
-        _tpu("tpu-v3", 82e9, _V3_RATE),
-        _tpu("tpu-v3-xla", 82e9, _V3_RATE, xla=True, one_at_a_time=True),
-        _tpu("tpu-v4", 50e9, _V4_RATE),
-        _tpu("tpu-v4-xla", 50e9, _V4_RATE, xla=True),
-        _tpu("tpu-v5e", 50e9, _V5E_RATE),
-        _tpu("tpu-v5e-xla", 50e9, _V5E_RATE, xla=True),
-        _tpu("tpu-v5p", 100e9, _V5P_RATE),
-        _tpu("tpu-v5p-xla", 100e9, _V5P_RATE, xla=True),
-        _tpu("tpu-v6e", 100e9, _V6E_RATE),
-        _tpu("tpu-v6e-xla", 100e9, _V6E_RATE, xla=True),
-        _tpu("tpu-v7x", 100e9, _V7X_RATE),
-        _tpu("tpu-v7x-xla", 100e9, _V7X_RATE, xla=True),
+        *_tpu("tpu-v2", 62e9, _V2_RATE, one_at_a_time=True),
+        *_tpu("tpu-v3", 82e9, _V3_RATE, one_at_a_time=True),
+        *_tpu("tpu-v4", 50e9, _V4_RATE),
+        *_tpu("tpu-v5e", 50e9, _V5E_RATE),
+        *_tpu("tpu-v5p", 100e9, _V5P_RATE),
+        *_tpu("tpu-v6e", 100e9, _V6E_RATE),
+        *_tpu("tpu-v7x", 100e9, _V7X_RATE),
         Hardware(
             "trainium2",
             link_bytes_per_s=160e9,
@@ -367,12 +360,40 @@ def adjusted(hardware: Hardware, **changes: float) -> Hardware:
     >>> print(adjusted(PRESETS["ideal"], link_bytes_per_s=5e6))
     ideal, adjusted: 5 MB/s per link, 0 s per step, 0 s per hop, all links at once
     """
-    if not changes:
-        return hardware
-    kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
-    stated = tuple((name, "given by the caller") for name in changes)
-    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=stated + kept)
-    return dataclasses.replace(changed, **changes)  # type: ignore[arg-type]  # the names are fields of Hardware
+    return _changed(hardware, f"{hardware.name}, adjusted", dict.fromkeys(changes, "given by the caller"), changes)
+
+
+def _changed(hardware: Hardware, name: str, sources: Mapping[str, str], changes: Mapping[str, Any]) -> Hardware:
+    """Return the hardware by another name, with other numbers and what says so."""
+    kept = [(number, source) for number, source in hardware.sources if number not in sources]
+    return dataclasses.replace(hardware, name=name, sources=(*sources.items(), *kept), **changes)
+
+
+def between_tiles(hardware: str | Hardware, tiling: Tiling) -> Hardware:
+    """Return the hardware to plan and predict with on `tiling.tiles`, for a payload that is one chip's shard.
+
+    Corresponding chips of neighbouring tiles all exchange their shards at once, over the same links: a link is
+    shared by as many messages as a tile is long, and each message crosses as many links. The longest way counts for
+    the latency of all. `links_at_once` stays: where a chip runs one permute at a time, it does so here too. Where every
+    pair of chips is one hop apart (`is_switched`), tiles share nothing, and the hardware is what it was.
+
+    >>> from meshmend.topology import Mesh, cut_into_tiles
+    >>> print(between_tiles("tpu-v4", cut_into_tiles(Mesh("8x8"), "2x2")))
+    tpu-v4 between 2x2 tiles: 25 GB/s per link, 0 s per step, 2 µs per hop, all links at once
+    """
+    chosen = find_hardware(hardware)
+    if tiling.chips_per_tile == 1 or chosen.is_switched:
+        return chosen
+    side, shared, hops = name_shape(tiling.side), float(tiling.link_share), tiling.hops
+    sources = {
+        "link_bytes_per_s": f"a chip's part of {chosen.name}'s, between tiles of {side} chips",
+        "hop_latency_s": f"{hops} hops of {chosen.name}, from a tile to the next",
+    }
+    changes = {
+        "link_bytes_per_s": chosen.link_bytes_per_s * shared,
+        "hop_latency_s": chosen.hop_latency_s * hops,
+    }
+    return _changed(chosen, f"{chosen.name} between {side} tiles", sources, changes)
 
 
 FORMAT = 1

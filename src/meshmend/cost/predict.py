@@ -109,13 +109,12 @@ def predict(
         raise ParameterError(f"mode is {mode!r}, expected one of: {', '.join(MODES)}.")
     chosen = find_hardware(hardware)
     known = StepDemand(schedule)
-    phases_of = _lock_step_phases if mode == "lock-step" else _asynchronous_phases
-    by_phase = phases_of(known, payload_bytes, chosen)
+    by_phase = _by_phase(known, payload_bytes, chosen, mode)
     seconds = sum(by_phase.values())
     busiest = _busiest(known)
 
     def seconds_on(other: Hardware) -> float:
-        return seconds if other == chosen else sum(phases_of(known, payload_bytes, other).values())
+        return seconds if other == chosen else sum(_by_phase(known, payload_bytes, other, mode).values())
 
     return Forecast(
         seconds=seconds,
@@ -144,17 +143,19 @@ def bound_of(schedule: Schedule, hardware: Hardware | None = None, mode: Mode = 
     return bound(schedule.mesh, collective=schedule.collective, shares=shares, hardware=hardware, mode=mode)
 
 
-def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    return _by_name(demand.schedule, demand.phase_seconds(payload_bytes, hardware))
-
-
-def _asynchronous_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    schedule = demand.schedule
-    ends = _phase_ends(demand, payload_bytes, hardware)
-    order = np.argsort(ends, kind="stable")
-    took = np.empty(len(ends))
-    took[order] = np.diff(ends[order], prepend=0.0)
-    return _by_name(schedule, took)
+def _by_phase(demand: StepDemand, payload_bytes: float, hardware: Hardware, mode: Mode) -> dict[str, float]:
+    """Return the seconds of the phases in order of first step, summed by name: nothing says that names differ."""
+    if mode == "lock-step":
+        took = demand.phase_seconds(payload_bytes, hardware)
+    else:
+        ends = _phase_ends(demand, payload_bytes, hardware)
+        order, took = np.argsort(ends, kind="stable"), np.empty(len(ends))
+        took[order] = np.diff(ends[order], prepend=0.0)
+    total = dict.fromkeys((phase.name for phase in demand.schedule.phases), 0.0)
+    for name, own in zip(demand.schedule.phase_names, took.tolist(), strict=True):
+        if name in total:
+            total[name] += own
+    return total
 
 
 def asynchronous_seconds(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> float:
@@ -195,15 +196,6 @@ def _ends(
     ends = np.zeros(len(schedule.phase_names))
     np.maximum.at(ends, schedule.phase, arrived)
     return ends
-
-
-def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, float]:
-    """Sum the seconds of each phase by its name, in order of first step: nothing says that names differ."""
-    total = dict.fromkeys((phase.name for phase in schedule.phases), 0.0)
-    for name, own in zip(schedule.phase_names, seconds.tolist(), strict=True):
-        if name in total:
-            total[name] += own
-    return total
 
 
 def _busiest(demand: StepDemand) -> tuple[BusyLink, ...]:

@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.hardware import Hardware, Network
-from meshmend.cost.load import link_load
-from meshmend.cost.paths import TransferPaths
+from meshmend.cost.paths import TransferPaths, link_load
 from meshmend.schedule import Op, Schedule
 from meshmend.schedule.lanes import count_lanes
 
@@ -81,25 +80,16 @@ class StepDemand:
 
     def seconds(self, payload_bytes: float, hardware: Hardware) -> float:
         """Return the lock-step time of the whole schedule."""
-        return hardware.start_s + float((self._step_seconds(payload_bytes, hardware) * self._times).sum())
+        return hardware.start_s + float((self.step_seconds(payload_bytes, hardware) * self._times).sum())
 
     def phase_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return the part of each phase in that time: a step's is shared by the chunks that it moves for each."""
-        seconds = self._step_seconds(payload_bytes, hardware) * self._times
+        seconds = self.step_seconds(payload_bytes, hardware) * self._times
         first = self._phase_shares[:1].sum(axis=0)  # the start belongs to the first step; without a step there is none
         return np.asarray(seconds @ self._phase_shares + hardware.start_s * first)
 
     def step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
-        """Return how long each step lasts, without those that are idle."""
-        seconds = self._step_seconds(payload_bytes, hardware)
-        more = self.schedule.repeats - self._repeats
-        begin = self._rows.n_steps - 1
-        end = begin + self.schedule.period
-        busy, steady = self._is_busy, seconds[begin:end][self._is_busy[begin:end]]
-        return np.concatenate([seconds[:end][busy[:end]], np.tile(steady, more), seconds[end:][busy[end:]]])
-
-    def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
-        """Return how long each step lasts that is followed."""
+        """Return how long each step that is followed lasts, 0 if it is idle: all steps where nothing is repeated."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
         width = hardware.links_at_once
         match hardware.network:
@@ -115,7 +105,7 @@ class StepDemand:
             lanes, moved, longest = self._lanes
             busy = np.maximum(busy, np.maximum(longest, moved / np.minimum(lanes, width or lanes)) * chunk_s)
         elif width is not None and (hardware.network is not Network.CABLES or width < self.schedule.mesh.n_directions):
-            for demand in (self._senders, self._receivers):
+            for demand in self._chips:
                 busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
         return np.asarray(self._beginning(hardware) + busy)
 
@@ -161,18 +151,15 @@ class StepDemand:
     def _links(self) -> _Demand:
         found, s = self.paths, self._rows
         if not len(found.far):
-            return _join([self._busiest(s.step, found.link, self._lasting(found.link), s.mesh.n_link_slots, hops=1)])
+            # In chunks at full rate.
+            asked = s.n_chunks / s.mesh.link_rates[found.link] if s.mesh.has_slow_cables else s.n_chunks
+            return _join([self._busiest(s.step, found.link, asked, s.mesh.n_link_slots, hops=1)])
         near = found.link >= 0
         step = np.concatenate([s.step[near], s.step[found.far_row]])
         link = np.concatenate([found.link[near], found.far_link])
         chunks = np.concatenate([s.n_chunks[near], s.n_chunks[found.far_row]])
         hops = np.concatenate([np.ones(int(near.sum()), np.int64), np.repeat(found.far_hops, found.far_hops)])
         return self._by_hops(step, link, chunks / s.mesh.link_rates[link], hops, s.mesh.n_link_slots)
-
-    def _lasting(self, link: NDArray[np.int32]) -> NDArray[np.number]:
-        """Return what each transfer asks of its link, in chunks at full rate."""
-        s = self._rows
-        return s.n_chunks / s.mesh.link_rates[link] if s.mesh.has_slow_cables else s.n_chunks
 
     @cached_property
     def _pairs(self) -> _Demand:
@@ -215,12 +202,9 @@ class StepDemand:
         return lanes, moved, longest
 
     @cached_property
-    def _senders(self) -> _Demand:
-        return self._by_chip(self._rows.src)
-
-    @cached_property
-    def _receivers(self) -> _Demand:
-        return self._by_chip(self._rows.dst)
+    def _chips(self) -> tuple[_Demand, _Demand]:
+        """What is asked of the senders, and of the receivers."""
+        return self._by_chip(self._rows.src), self._by_chip(self._rows.dst)
 
     def _by_chip(self, rank: NDArray[np.int32]) -> _Demand:
         s = self._rows

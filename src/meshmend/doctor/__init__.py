@@ -1,6 +1,6 @@
 """Doctor: what is installed here, which engines work, what JAX sees, and how to fix the rest."""
 
 from meshmend.doctor.examine import examine
-from meshmend.doctor.finding import Finding, Status
+from meshmend.doctor.packages import Finding, Status
 
 __all__ = ["Finding", "Status", "examine"]

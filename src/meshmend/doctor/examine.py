@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmend.doctor.finding import Finding, Section
-from meshmend.doctor.packages import is_installed, look_at_packages
+from meshmend.doctor.packages import Finding, Section, is_installed, look_at_packages
 from meshmend.extras import install_hint
 
 TIMEOUT_S = 180.0
@@ -153,7 +152,8 @@ def ask(words: Sequence[str], environment: Mapping[str, str], timeout_s: float) 
             # Whatever the process started ends with it, even if the process itself has finished.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-    ending = _last_line(complaints) or f"ended with exit code {process.returncode} and no output"
+    lines = [line.strip() for line in complaints.splitlines() if line.strip()]
+    ending = lines[-1][:300] if lines else f"ended with exit code {process.returncode} and no output"
     try:
         facts = json.loads(output.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
@@ -165,8 +165,3 @@ def virtual_devices(n_devices: int) -> dict[str, str]:
     """Return what to set so that a process of JAX has so many virtual CPU devices: JAX reads it once per process."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n_devices}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""

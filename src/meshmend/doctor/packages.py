@@ -9,9 +9,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
-from meshmend.doctor.finding import Finding, Status
 from meshmend.extras import TESTED, install_hint, version_of
+
+Status = Literal["works", "absent", "broken"]
+Section = Literal["packages", "engines", "devices"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report.
+
+    `absent` is not installed, which is no fault. `broken` is installed and does not work. Both say what to do in
+    `advice`, a command where possible. `seconds` is how long the probe took.
+    """
+
+    section: Section
+    name: str
+    status: Status
+    detail: str
+    advice: str | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

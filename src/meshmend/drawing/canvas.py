@@ -92,7 +92,8 @@ class Sheet:
         n = len(panels)
         columns = _columns(n, across, down)
         rows = math.ceil(n / columns)
-        room = WIDTH_IN - 0.4 - (1.0 if colour_bar else 0.0)
+        bar_in = 1.0 if colour_bar else 0.0
+        room = WIDTH_IN - 0.4 - bar_in
         cell = min(room / (columns * across), 8.4 / (rows * down), 0.78)
         self.scale = Scale(max(cell, 0.25 if n == 1 else 0.2))
         cell = self.scale.cell_in
@@ -101,7 +102,7 @@ class Sheet:
         panel_in = (across * cell + numbers_in, max(down * cell + numbers_in, 2.2 if colour_bar else 0.0))
         gap_in = 0.3
         grid_in = columns * panel_in[0] + (columns - 1) * gap_in
-        width_in = max(grid_in + 0.4 + (1.0 if colour_bar else 0.0), 5.2)
+        width_in = max(grid_in + 0.4 + bar_in, 5.2)
         self.figure = Figure(figsize=(width_in, 5.0), facecolor="white")
         FigureCanvasAgg(self.figure)
         self.legend, legend_in = self._legend(keys, width_in)
@@ -123,7 +124,7 @@ class Sheet:
         if self.legend is not None:
             self.legend.set_bbox_to_anchor((0.5, 0.06 / height_in), transform=self.figure.transFigure)
         self.panels: list[Axes] = []
-        start_in = (width_in - grid_in - (1.0 if colour_bar else 0.0)) / 2
+        start_in = (width_in - grid_in - bar_in) / 2
         for i, name in enumerate(names):
             row, column = divmod(i, columns)
             in_row = min(columns, n - row * columns)
@@ -143,19 +144,11 @@ class Sheet:
                     middle / width_in, above / height_in, name, size=TEXT_PT, color=INK, ha="center", va="bottom"
                 )
             self.panels.append(axes)
+        self.colour_axes: Axes | None = None
         if colour_bar:
-            box = self.panels[-1].get_position()
-            tall_in = min(panel_in[1] - 0.2, 4.5)
-            self.colour_axes: Axes | None = self.figure.add_axes(
-                (
-                    box.x1 + 0.18 / width_in,
-                    (box.y0 + box.y1) / 2 - tall_in / 2 / height_in,
-                    0.16 / width_in,
-                    tall_in / height_in,
-                )
-            )
-        else:
-            self.colour_axes = None
+            box, tall_in = self.panels[-1].get_position(), min(panel_in[1] - 0.2, 4.5)
+            corner = box.x1 + 0.18 / width_in, (box.y0 + box.y1) / 2 - tall_in / 2 / height_in
+            self.colour_axes = self.figure.add_axes((*corner, 0.16 / width_in, tall_in / height_in))
 
     def _legend(self, keys: Sequence[Artist], width_in: float) -> tuple[Legend | None, float]:
         """Add the legend with as many columns as fit, and return its height."""

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.drawing.film import Film
-from meshmend.drawing.fullness import LEVELS, follow
-from meshmend.drawing.geometry import Stroke, cables
+from meshmend.drawing.film import LEVELS, Film
+from meshmend.drawing.geometry import cables
 from meshmend.drawing.style import FULL, INK, RED, SLOW_CABLE, YELLOW, chip_fills, phase_looks, phases_in_order
 from meshmend.errors import DrawingError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
@@ -96,34 +95,25 @@ def film_facts(film: Film) -> dict[str, Any]:
 
 
 def _path(schedule: Schedule, chunk: int) -> dict[str, Any]:
-    """Return the transfers of a chunk."""
-    path = follow(schedule, chunk)
-    return {
-        "chunk": chunk,
-        "owner": path.owner,
-        "step": path.step.tolist(),
-        "src": path.src.tolist(),
-        "dst": path.dst.tolist(),
-        "adds": path.adds.astype(int).tolist(),
-    }
+    """Return the transfers of a chunk, in order of step."""
+    first = schedule.first_chunk.astype(np.int64)
+    rows = np.flatnonzero((first <= chunk) & (chunk < first + schedule.n_chunks))
+    adds = (schedule.op[rows] == Op.REDUCE).astype(int)
+    ends = {"step": schedule.step[rows], "src": schedule.src[rows], "dst": schedule.dst[rows], "adds": adds}
+    owner = int(schedule.owners[chunk])
+    return {"chunk": chunk, "owner": owner, **{name: column.tolist() for name, column in ends.items()}}
 
 
 def _arrows(film: Film) -> dict[str, Any]:
     """Return ends, phase and line of each arrow; arrows of different phases between the same chips share a line."""
     src, dst, phase = film.arrows
-    lines = film.strokes(CHIP_HALF)
-    number: dict[tuple[int, int], int] = {}
-    shapes: list[Stroke] = []
-    for line in lines:
-        if (line.src, line.dst) not in number:
-            number[line.src, line.dst] = len(shapes)
-            shapes.append(line)
+    lines, line_of = film.strokes(CHIP_HALF)
     return {
         "src": src.tolist(),
         "dst": dst.tolist(),
         "phase": phase.tolist(),
-        "line": [number[line.src, line.dst] for line in lines],
-        "lines": [[_short(piece) for piece in line.pieces] for line in shapes],
+        "line": line_of,
+        "lines": [[_short(piece) for piece in line.pieces] for line in lines],
     }
 
 

@@ -81,7 +81,7 @@ def phase_looks(schedule: Schedule) -> tuple[Look, ...]:
     two halves of two-color's payload, the one that goes along X first is red and the other blue, as in the paper.
     Other families take colours in turn.
     """
-    copies = _copying_phases(schedule)
+    copies = {*schedule.phase.tolist()} - {*schedule.phase[schedule.op == Op.REDUCE].tolist()}
     taken: dict[str, str] = {}
     looks = []
     for index, name in enumerate(schedule.phase_names):
@@ -123,11 +123,6 @@ def _own_colour(family: str) -> str | None:
         if words in family:
             return colour
     return None
-
-
-def _copying_phases(schedule: Schedule) -> set[int]:
-    adds = set(schedule.phase[schedule.op == Op.REDUCE].tolist())
-    return {int(phase) for phase in set(schedule.phase.tolist()) - adds}
 
 
 def some_chunks(schedule: Schedule, asked: Iterable[int] | None, n: int) -> tuple[int, ...]:

@@ -67,14 +67,15 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
             for phase in used:
                 rows = tree.phase == phase
                 lines = strokes(layout, tree.src[rows], tree.dst[rows], chip=sheet.scale.chip)
-                # Of many chips the heads would hide the lines, which show by their width where they lead.
+                # Of many chips the heads would hide the lines, which show by their width where they lead: from 0.6 for
+                # one contribution to 4 for all of them.
                 sheet.draw_strokes(
                     axes,
                     lines,
                     looks[phase],
                     arrows=sheet.scale.cell_pt >= SMALL_CELL_PT,
                     name=schedule.phase_names[phase],
-                    widths=tree_widths(tree.carries[rows], schedule.mesh.n_chips),
+                    widths=(0.6 + 3.4 * np.sqrt(tree.carries[rows] / schedule.mesh.n_chips)).tolist(),
                 )
             x, y = layout.live[schedule.owners[chunk]]
             size = float(np.clip(0.6 * sheet.scale.cell_pt, 13, 24))
@@ -97,11 +98,6 @@ class Tree:
     carries: NDArray[np.int64]
     """Contributions that each transfer carries; of an all-gather, chips that get the chunk by way of it."""
     depth: int
-
-
-def tree_widths(carries: NDArray[np.int64], n_chips: int) -> list[float]:
-    """Return the widths of a tree's lines, from 0.6 for one contribution to 4 for all of them."""
-    return [0.6 + 3.4 * float(share) for share in np.sqrt(carries / n_chips)]
 
 
 def chunk_tree(schedule: Schedule, chunk: int) -> Tree:

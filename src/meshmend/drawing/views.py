@@ -16,16 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from meshmend.cost.load import link_time
+from meshmend.cost.paths import link_time
 from meshmend.cost.predict import bound_of
-from meshmend.drawing.canvas import (
-    SETTINGS,
-    TEXT_PT,
-    Sheet,
-    chip_keys,
-    failed_key,
-    line_key,
-)
+from meshmend.drawing.canvas import SETTINGS, TEXT_PT, Sheet, chip_keys, failed_key, line_key
 from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, bends, components, same_way_back, strokes
 from meshmend.drawing.style import (
     AT_BOUND,
@@ -91,10 +84,10 @@ def draw_rings(
         if (comes_back and mirrored) or (stage != "all" and of_shards != (stage == "shards")):
             continue
         groups.setdefault((comes_back, of_shards), []).append(phase)
-    panels = [_panel_name(schedule, phases, number, len(groups)) for number, phases in enumerate(groups.values(), 1)]
+    panels = [_panel_name(schedule, phases, number) for number, phases in enumerate(groups.values(), 1)]
     note = "Results return over the same lines in the opposite direction." if mirrored and schedule.n_transfers else ""
     title = title or f"{schedule.planner}: who sends to whom"
-    return draw_groups(schedule, list(groups.values()), panels, title, note)
+    return draw_groups(schedule, list(groups.values()), panels if len(panels) > 1 else [], title, note)
 
 
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
@@ -191,12 +184,14 @@ def draw_groups(
             keys = _phase_keys(schedule, lines, looks)
         if YELLOW in fills:
             keys = [*keys, *chip_keys()]
+        if any(_detours(schedule.mesh, pairs).any() for pairs in lines.values()):
+            keys = [*keys, line_key("round the hole: a colour per ring", Look(DETOURS[0]), arrow=False)]
         sheet = Sheet(
             layout,
             title=title,
             subtitle="\n".join(filter(None, (describe(schedule), note))),
             panels=panels or [""],
-            keys=[*keys, *_detour_key(schedule.mesh, lines), *failed_key(layout)],
+            keys=[*keys, *failed_key(layout)],
         )
         for axes, group in zip(sheet.panels, groups or [[]], strict=True):
             sheet.draw_mesh(axes, fills)
@@ -220,13 +215,6 @@ def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, 
     if mixed:
         keys.append(line_key("without a head: both ways", Look(GREY), arrow=False))
     return keys
-
-
-def _detour_key(mesh: Mesh, lines: dict[int, Lines]) -> list[Artist]:
-    """Return the legend entry for rings that go round a hole, if there are any."""
-    if not any(_detours(mesh, pairs).any() for pairs in lines.values()):
-        return []
-    return [line_key("round the hole: a colour per ring", Look(DETOURS[0]), arrow=False)]
 
 
 def _draw_lines(sheet: Sheet, axes: Axes, schedule: Schedule, lines: Lines, look: Look) -> None:
@@ -279,9 +267,7 @@ def _comes_back_mirrored(schedule: Schedule) -> bool:
     return bool((drawn_too | same_way_back(schedule.mesh, src, dst)).all())
 
 
-def _panel_name(schedule: Schedule, phases: list[int], number: int, n_panels: int) -> str:
-    if n_panels == 1:
-        return ""
+def _panel_name(schedule: Schedule, phases: list[int], number: int) -> str:
     steps = schedule.step[np.isin(schedule.phase, phases)]
     families = dict.fromkeys(schedule.phase_names[phase].split(":")[0] for phase in phases)
     return f"{number}. {', '.join(families)}\n({name_steps(steps[0], steps[-1])})"

@@ -39,7 +39,7 @@ class Hosts:
         mesh = Mesh(shape, wrap=wrap)
         whole = mesh.shape
         chips = parse_shape(tile) if isinstance(tile, str) else tuple(int(n) for n in tile)
-        if len(chips) != len(whole) or any(n % h for n, h in zip(whole, chips, strict=True)):
+        if len(chips) != len(whole) or any(h < 1 or n % h for n, h in zip(whole, chips, strict=True)):
             *others, last = [name_shape(shape) for shape in host_shapes(whole, chips)]
             near = f"{', '.join(others)} or {last}" if others else last
             raise RestartError(

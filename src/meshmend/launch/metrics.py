@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,14 +37,16 @@ class JobMetrics:
         """Return the metrics as they are now."""
         with self._lock:
             self.watch.read()
-            (account, state), latest = self.watch.account_now(), self.watch.latest
+            (account, state), latest, newest = self.watch.account_now(), self.watch.latest, self.watch.newest
             entries, problem = read_quarantine(self.watch.folder)
-            n_refused = _n_refused(self.watch.folder)
+            n_refused = None  # where the observations cannot be read
+            with suppress(QuarantineError, OSError):
+                n_refused = len(refused(self.watch.folder))
         yield _gauge("meshmend_job_state", "1 for what the job does now.", {s: s == state for s in STATES}, "state")
         if account is not None:
             yield from _of_time(account)
-            yield from _of_mesh(account, latest)
-            yield from _of_state(latest)
+            yield from _of_mesh(account, newest)
+            yield from _of_state(newest, latest)
             if not problem:  # a damaged list is not an empty one
                 yield from _of_quarantine(entries, n_refused, account.machine)
             yield _of_recoveries(account)
@@ -62,7 +64,7 @@ def _of_time(account: TimeAccount) -> Iterator[Metric]:
         yield _gauge("meshmend_loss", "Loss of the last step.", account.loss)
 
 
-def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Metric]:
+def _of_mesh(account: TimeAccount, newest: Sequence[HostRound]) -> Iterator[Metric]:
     n_chips, n_hosts, most = account.chips, len(account.hosts), account.most_hosts
     if account.machine:
         hosts = Hosts.read(account.machine)
@@ -73,25 +75,24 @@ def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Met
     if account.least_hosts:
         yield _gauge("meshmend_hosts_needed", "Hosts below which the job waits.", account.least_hosts)
     if n_hosts > 1:  # nobody would go on after the loss of the only one
-        newest = max((one.number for one in latest.values()), default=0)  # each host compiles for some losses
-        covered = {host for one in latest.values() if one.number == newest for host in one.covered} & {*account.hosts}
+        # Each host compiles for some losses.
+        covered = {host for one in newest for host in one.covered} & {*account.hosts}
         ratio = len(covered) / n_hosts
         yield _gauge(
             "meshmend_compiled_ahead_ratio", "Share of the hosts whose loss is planned and compiled for.", ratio
         )
 
 
-def _of_state(latest: dict[str, HostRound]) -> Iterator[Metric]:
-    newest_round = max((one.number for one in latest.values()), default=0)
-    if kept := [one for one in latest.values() if one.number == newest_round and one.kept]:
+def _of_state(newest: Sequence[HostRound], latest: dict[str, HostRound]) -> Iterator[Metric]:
+    if kept := [one for one in newest if one.kept]:
         oldest = min(kept, key=lambda one: one.kept)
         yield _gauge("meshmend_copies_step", "Last step of which every host has a copy in memory.", oldest.kept)
         yield _gauge("meshmend_copies_timestamp_seconds", "When that copy was written.", oldest.kept_at)
         yield _gauge("meshmend_copies_interval_steps", "Steps between two copies in memory.", oldest.kept_every)
     if saved := [one for one in latest.values() if one.saved]:
-        newest = max(saved, key=lambda one: one.saved)
-        yield _gauge("meshmend_checkpoint_step", "Step of the last checkpoint on disk.", newest.saved)
-        yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", newest.saved_at)
+        last = max(saved, key=lambda one: one.saved)
+        yield _gauge("meshmend_checkpoint_step", "Step of the last checkpoint on disk.", last.saved)
+        yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", last.saved_at)
 
 
 def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machine: str) -> Iterator[Metric]:
@@ -106,14 +107,6 @@ def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machin
     if n_refused is not None:
         help_ = "Suspects that are proven, but past the limit of what the job may leave out: it has stopped."
         yield _gauge("meshmend_quarantine_refused", help_, n_refused)
-
-
-def _n_refused(folder: Path) -> int | None:
-    """Return how many suspects are past the limit, None where the observations cannot be read."""
-    try:
-        return len(refused(folder))
-    except (QuarantineError, OSError):
-        return None
 
 
 def _of_recoveries(account: TimeAccount) -> Metric:

@@ -53,11 +53,8 @@ def jax_settings() -> dict[str, str]:
 def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
     """Import, then fork workers for the agent at the other end of a socket, until it closes it."""
     die_with_parent()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # Slurm sends them to all processes: the agent decides what they mean
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes: the agent decides what they mean
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     for module in preload:
@@ -75,7 +72,8 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
                     _, status = os.waitpid(worker, 0)
                     selector.unregister(watch)
                     os.close(watch)
-                    _kill_group(worker)  # what the worker has started dies with it
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(worker, signal.SIGKILL)  # what the worker has started dies with it
                     worker = 0
                     _send_message(control, {"ended": os.waitstatus_to_exitcode(status)})
                     continue
@@ -119,11 +117,6 @@ def _become_worker(warm: bool, loaded: dict[str, str], argv: list[str], environm
     else:
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).absolute().parent)
         runpy.run_path(argv[0], run_name="__main__")
-
-
-def _kill_group(worker: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
 
 
 def _threads() -> int:

@@ -109,15 +109,11 @@ class Grid:
         """One position of each class of positions that symmetries exchange."""
         first: dict[object, int] = {}
         for position, digits in enumerate(self._digits):
-            first.setdefault(self._kind(digits), position)
+            places = zip(digits, self.factors, strict=True)
+            # What symmetries do not change: how far from an end of each path, and nothing on a cycle.
+            kind = sorted((n, cycle, 0 if cycle else min(x, n - 1 - x)) for x, (n, cycle) in places)
+            first.setdefault(tuple(kind), position)
         return tuple(first.values())
-
-    def _kind(self, digits: tuple[int, ...]) -> object:
-        """Return what symmetries do not change: how far from an end of each path, and nothing on a cycle."""
-        ends = [
-            (n, cycle, 0 if cycle else min(x, n - 1 - x)) for x, (n, cycle) in zip(digits, self.factors, strict=True)
-        ]
-        return tuple(sorted(ends))
 
     def fixing(self, position: int) -> list[tuple[int, ...]]:
         """Return the symmetries that leave a position where it is, each as the image of every position."""
@@ -133,11 +129,6 @@ class Grid:
                 ]
                 found.append(tuple(image))
         return found
-
-    @property
-    def as_graph(self) -> tuple[tuple[int, bool], ...]:
-        """What two grids have in common exactly if they are the same graph."""
-        return tuple(sorted(self.factors))
 
 
 def _exchanges(factors: Sequence[object]) -> Iterator[tuple[int, ...]]:
@@ -174,17 +165,14 @@ def likely_grids(n_chips: int, most_missing: int) -> list[Grid]:
     """
     found: dict[tuple[tuple[int, bool], ...], Grid] = {}
     for size in range(n_chips, n_chips + most_missing + 1):
-        for shape in sorted(_shapes(size), key=lambda shape: (len(shape), 1 in shape)):
+        shapes = [(1, size), *(shape for shape in _products(size, MOST_AXES, 2) if len(shape) > 1)]
+        for shape in sorted(shapes, key=lambda shape: (len(shape), 1 in shape)):
             for wrap in itertools.product((False, True), repeat=len(shape)):
                 if all(n > 2 for n, w in zip(shape, wrap, strict=True) if w):
                     grid = Grid.of(shape, wrap)
-                    found.setdefault(grid.as_graph, grid)
+                    # Grids with the same factors are the same graph, and no others are.
+                    found.setdefault(tuple(sorted(grid.factors)), grid)
     return list(found.values())
-
-
-def _shapes(size: int) -> list[tuple[int, ...]]:
-    """Return the shapes of that size with their axes in ascending order; a line has one row."""
-    return [(1, size), *(shape for shape in _products(size, MOST_AXES, 2) if len(shape) > 1)]
 
 
 def _products(size: int, most: int, least: int) -> list[tuple[int, ...]]:

@@ -278,20 +278,13 @@ def _minus(intended: Description, found: Description) -> Machine:
                 f"machine again while it is whole.",
                 file=found.file,
             )
-        gone = [
-            coordinate for key, coordinate in coordinates.items() if key not in found.chips or found.chips[key].failed
-        ]
-        failed += gone
+        failed += [at for key, at in coordinates.items() if key not in found.chips or found.chips[key].failed]
         grid = Grid.of(whole.mesh.shape, whole.mesh.wrap)
         if found.lists_cables:
             lost, slow, more = _observed_cables(found, grid, here, intended.cables if intended.lists_cables else None)
             cables, rates, notes = cables + lost, {**rates, **slow}, notes + more + _moved(found, intended, grid, here)
         else:
-            failed, cables, rates = (
-                failed + found.failed_coordinates,
-                cables + found.failed_cables,
-                {**rates, **found.rates},
-            )
+            failed, cables, rates = failed + found.failed_coordinates, cables + found.failed_cables, rates | found.rates
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
     machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes))

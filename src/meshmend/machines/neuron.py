@@ -58,15 +58,11 @@ def read(root: Entry) -> Description:
             if f"{other}" not in found.chips:
                 found.add_chip(f"{other}", Chip(f"device {other}", host, failed=True))
             if other not in neighbours or number in neighbours[other]:
-                found.cables[_pair(number, other)] = 1
+                first, second = sorted((f"{number}", f"{other}"))
+                found.cables[first, second] = 1
             else:
                 found.notes.append(f"Device {number} lists {other} as connected, but not the reverse: taken as failed.")
     if 2 < len(found.chips) <= TORUS.size and cores <= {2, 8}:
         found.grids = [TORUS]  # trn1.32xlarge and trn2.48xlarge: sixteen devices
     found.hardware = N_CORES.get(next(iter(cores))) if len(cores) == 1 else None
     return found
-
-
-def _pair(a: int, b: int) -> tuple[str, str]:
-    first, second = sorted((f"{a}", f"{b}"))
-    return first, second

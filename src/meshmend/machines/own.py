@@ -24,15 +24,13 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from meshmend.errors import Coordinate, MachineError, MeshError, name_chip
 from meshmend.machines.description import MAX_CHIPS, Chip, Description, read_topology
 from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
-from meshmend.topology import MAX_AXES, Mesh, Region, name_cable, name_shape, parse_chip, parse_wrap
+from meshmend.topology import MAX_AXES, Region, parse_chip, parse_wrap
 from meshmend.topology.rates import check_rate
 
 FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
@@ -66,22 +64,6 @@ def read(root: Entry) -> Description:
     except MeshError as error:
         raise MachineError(f"{root.file}: {error}", file=root.file) from None
     return found
-
-
-def facts_of(mesh: Mesh, hardware: str | None = None) -> Mapping[str, Any]:
-    """Return the description of a mesh, as what JSON can write and `read` reads.
-
-    >>> facts_of(Mesh("2x2", wrap=[False, True], cable_rates={"0,0-1,0": "1/2"}), "tpu-v4")["rates"]
-    {'0,0-1,0': '1/2'}
-    """
-    axes = [str(axis) for axis, wraps in enumerate(mesh.wrap) if wraps]
-    return {
-        MARK: VERSION,
-        "shape": name_shape(mesh.shape),
-        "wrap": ",".join(axes) or "none",
-        "failed": [*map(str, mesh.holes), *map(name_cable, mesh.failed_cables)],
-        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.whole.cable_rates.items()},
-    } | ({} if hardware is None else {"hardware": hardware})
 
 
 def _hardware(entry: Entry) -> str:

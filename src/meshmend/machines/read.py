@@ -16,11 +16,7 @@ from meshmend.machines.grid import Grid
 from meshmend.machines.machine import Machine, machine_of
 from meshmend.topology import Mesh
 
-FORMATS = (
-    tenstorrent.FORMAT,
-    neuron.FORMAT,
-    own.FORMAT,
-)
+FORMATS = (tenstorrent.FORMAT, neuron.FORMAT, own.FORMAT)
 ADDED = "meshmend.machines"
 """Entry points that read further formats: functions from a text and its file to a description, or None for another
 format."""

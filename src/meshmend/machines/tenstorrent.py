@@ -13,21 +13,10 @@ from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
 
 FORMAT = "Tenstorrent cluster descriptor"
-_PLAIN = (False, False)
+_BOARDS = [Grid.of(shape, (False, False)) for shape in ((1, 2), (2, 2), (2, 4))]
 _GALAXY = [Grid.of((4, 8), wrap) for wrap in itertools.product((False, True), repeat=2)]
-PRODUCTS = {
-    "n300": [Grid.of((1, 2), _PLAIN), Grid.of((2, 2), _PLAIN), Grid.of((2, 4), _PLAIN)],
-    "p150": [
-        Grid.of((1, 2), _PLAIN),
-        Grid.of((2, 2), _PLAIN),
-        Grid.of((2, 4), _PLAIN),
-        Grid.of((2, 4), (False, True)),
-    ],
-    "ubb": _GALAXY,
-    "ubb_wormhole": _GALAXY,
-    "ubb_blackhole": _GALAXY,
-    "galaxy": _GALAXY,
-}
+PRODUCTS = {"n300": _BOARDS, "p150": [*_BOARDS, Grid.of((2, 4), (False, True))]}
+PRODUCTS |= dict.fromkeys(("ubb", "ubb_wormhole", "ubb_blackhole", "galaxy"), _GALAXY)
 """What boards of a kind are cabled into, as in the mesh graph descriptors of tt-metal (`n300_2x2`, `t3k`, `p150_x2`,
 `p150_x4`, `p150_x8`, `single_galaxy` and its torus variants). A T3000 is four n300 boards."""
 CHIPS_PER_BOARD = {"n300": 2}

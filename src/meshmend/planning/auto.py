@@ -92,14 +92,12 @@ class AutoPlanner(Planner):
     @final
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
-        hardware = find_hardware(self.hardware)
-        return self._candidates(mesh).choose(self.payload_bytes, hardware, self.mode)
+        return self._candidates(mesh).choose(self.payload_bytes, find_hardware(self.hardware), self.mode)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
-        hardware = find_hardware(self.hardware)
-        variants = self._candidates(mesh).variants(self.payload_bytes, hardware, self.mode)
+        variants = self._candidates(mesh).variants(self.payload_bytes, find_hardware(self.hardware), self.mode)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -216,17 +214,15 @@ def candidates(collective: Collective, weave: Weave | None = None) -> list[Plann
 class Candidates:
     """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more.
 
-    By default the candidates are all planners of all-reduces; of those that are given, the parameters named in `fixed`
-    stay.
+    The parameters named in `fixed` stay.
     """
 
-    def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
-        entered = candidates(Collective.ALL_REDUCE) if planners is None else planners
+    def __init__(self, mesh: Mesh, planners: Sequence[Planner], *, fixed: Sequence[str] = ()) -> None:
         self.mesh = mesh
         self._fixed = fixed
         self._able: dict[Planner, Planner] = {}  # each with what is ready to make its schedule
         self._refused: list[Candidate] = []
-        for planner in dict.fromkeys(entered):
+        for planner in dict.fromkeys(planners):
             try:
                 self._able[planner] = planner.admit(mesh)
             except Unsupported as refusal:
@@ -247,14 +243,16 @@ class Candidates:
         """Return the planners that can serve the mesh, each with every set of parameters that is worth trying."""
         asked = (payload_bytes, hardware, mode)
         if asked not in self._asked:
-            self._asked[asked] = (
-                self._slack_variants(payload_bytes, hardware)
-                if mode == "asynchronous"
-                else self._step_variants(payload_bytes, hardware)
-            )
+            ask = self._slack_variants if mode == "asynchronous" else self._step_variants
+            found: list[Planner] = []
+            for planner in self._able:
+                tried = dict.fromkeys(ask(planner, payload_bytes, hardware))
+                kept = [one for one in tried if all(getattr(one, n) == getattr(planner, n) for n in self._fixed)]
+                found += kept or [planner]
+            self._asked[asked] = found
         return self._asked[asked]
 
-    def _step_variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
+    def _step_variants(self, planner: Planner, payload_bytes: float, hardware: Hardware) -> list[Planner]:
         """Return those for an engine that waits for the end of each step."""
         messages: float = self.mesh.n_directions
         if hardware.shared_cores is not None:
@@ -268,27 +266,16 @@ class Candidates:
         elif hardware.message_s or hardware.network is Network.PAIRS:
             # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
             costs = [step_cost * factor for factor in (1.0, *OTHER_COSTS)]
-        found: list[Planner] = []
-        for planner in self._able:
-            asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self.mesh, cost))
-            found += [variant for variant in asked if self._keeps(variant, planner)] or [planner]
-        return found
+        return [variant for cost in costs for variant in planner.variants(self.mesh, cost)]
 
-    def _slack_variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
+    def _slack_variants(self, planner: Planner, payload_bytes: float, hardware: Hardware) -> Sequence[Planner]:
         """Return the same for an engine that waits for its data alone."""
         unit = payload_bytes / hardware.link_bytes_per_s
         message_s = hardware.message_s
         if hardware.shared_cores is not None:
             message_s *= self.mesh.n_chips / hardware.shared_cores
         latency_s = hardware.step_latency_s + hardware.hop_latency_s + 2 * hardware.message_s
-        found: list[Planner] = []
-        for planner in self._able:
-            asked = planner.slack_variants(self.mesh, latency_s / unit, message_s / unit)
-            found += [variant for variant in dict.fromkeys(asked) if self._keeps(variant, planner)] or [planner]
-        return found
-
-    def _keeps(self, variant: Planner, planner: Planner) -> bool:
-        return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
+        return planner.slack_variants(self.mesh, latency_s / unit, message_s / unit)
 
     def choose(self, payload_bytes: float, hardware: Hardware, mode: Mode = "lock-step") -> Choice:
         """Return the fastest of the candidates, by the prediction for `mode`."""

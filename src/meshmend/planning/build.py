@@ -104,3 +104,8 @@ def as_ranks(mesh: Mesh, chips: Sequence[Sequence[int]] | NDArray[np.int64]) -> 
     """Return the ranks of an array of coordinates (last axis)."""
     where = tuple(np.moveaxis(np.asarray(chips), -1, 0))
     return np.asarray(mesh.rank_of[where], dtype=np.int64)
+
+
+def bit_position(bit: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the position of the one bit that is set: a power of two is exact as a float, and its exponent says so."""
+    return (bit.astype(np.float64).view(np.int64) >> 52) - 1023

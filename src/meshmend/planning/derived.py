@@ -77,9 +77,7 @@ class Derived(Planner):
                 f"no chip is the first where a chunk of its all-reduce is complete, so it has no {self.collective}. "
                 f"Use {instead}."
             )
-        reason = self.planner.unsupported_reason(mesh)
-        if reason is not None:
-            raise Unsupported(reason)
+        self.planner.admit(mesh)
 
     def _plan(self, mesh: Mesh) -> Schedule:
         return _DERIVE[self.collective](self.planner.make(mesh))

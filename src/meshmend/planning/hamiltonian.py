@@ -19,14 +19,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import Coordinate, name_chip
 from meshmend.planning.base import Floor, Planner, Unsupported
-from meshmend.planning.build import (
-    DIRECTIONS,
-    Transfers,
-    as_ranks,
-    ring_all_gather,
-    ring_owners,
-    ring_reduce_scatter,
-)
+from meshmend.planning.build import DIRECTIONS, Transfers, as_ranks, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Cable, Mesh, name_shape
 
@@ -125,12 +118,8 @@ def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64]:
     corner = np.arange(mesh.size).reshape(mesh.shape)[::2, ::2]
     north_west, north_east, south_west, south_east = (corner + d for d in (0, 1, columns, columns + 1))
     next_of = np.empty(mesh.size, dtype=np.int64)
-    for here, there in (
-        (north_west, north_east),
-        (north_east, south_east),
-        (south_east, south_west),
-        (south_west, north_west),
-    ):
+    clockwise = (north_west, north_east, south_east, south_west)
+    for here, there in zip(clockwise, (*clockwise[1:], north_west), strict=True):
         next_of[here] = there
     # A join replaces the two facing sides of its squares by the two cables between them.
     for (row, column), vertical in joins:

@@ -70,10 +70,6 @@ class Layout:
         upper, lower = self.ranks[2 * self.blue], self.ranks[2 * self.blue + 1]
         return np.concatenate([upper, lower[:, ::-1]], axis=1)
 
-    def ring_position(self, row: int, column: int) -> int:
-        """Return a chip's place in its ring."""
-        return column if row % 2 == 0 else self.ring_length - 1 - column
-
     def slice_start(self, way: int, shard: NDArray[np.int64]) -> NDArray[np.int64]:
         """First chunk (within the segment) of a shard of the half that goes DIRECTIONS[way]."""
         return np.asarray((way * self.ring_length + shard) * len(self.blue))

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,7 +233,8 @@ def _streams(layout: Layout, yellow: Yellow, above: list[_Stream]) -> list[_Stre
         for stagger, side in enumerate(yellow.exits):
             row = 2 * yellow.block[0] + (-1 if side == "up" else 2)
             column = 2 * yellow.block[1] + EXITS[side][way][1]
-            time = (direction * (layout.ring_position(row, column) - shard)) % n
+            position = column if row % 2 == 0 else n - 1 - column
+            time = (direction * (position - shard)) % n
             # With two exits each takes every other slice. The rings above and below reach a slice at times of
             # opposite parity, so "even times" picks each slice for exactly one of them.
             takes = time % len(yellow.exits) == 0
@@ -260,24 +261,15 @@ def _add_yellow(transfers: Transfers, layout: Layout, first_chunk: int, *, reduc
             # A ring position has one shard when the gather starts and gets the rest in the order it sent them.
             back = gather_from + (stream.time + 1) % layout.ring_length + 3 * yellow.depth + stream.stagger
             first = first_chunk + layout.slice_start(stream.way, stream.shard)
+            slices: dict[str, Any] = {"first_chunk": first, "n_chunks": len(layout.blue)}
             for src, dst, hop, what, reverse in (
                 (corner, along, 0, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
                 (across, leaving, 0, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
                 (along, leaving, 1, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
                 (leaving, beyond, 2, "yellow forwards to blue", "blue returns to yellow"),
             ):
-                transfers.add(
-                    what, Op.REDUCE, step=begin + hop, src=src, dst=dst, first_chunk=first, n_chunks=len(layout.blue)
-                )
-                transfers.add(
-                    reverse,
-                    Op.COPY,
-                    step=back + 2 - hop,
-                    src=dst,
-                    dst=src,
-                    first_chunk=first,
-                    n_chunks=len(layout.blue),
-                )
+                transfers.add(what, Op.REDUCE, step=begin + hop, src=src, dst=dst, **slices)
+                transfers.add(reverse, Op.COPY, step=back + 2 - hop, src=dst, dst=src, **slices)
 
 
 def _owners(layout: Layout) -> NDArray[np.int64]:

@@ -16,11 +16,9 @@ import numpy as np
 from meshmend.cost import Hardware
 from meshmend.errors import ParameterError, ScheduleError
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.gather import Gather
-from meshmend.planning.gather.spreading import spread
+from meshmend.planning.gather import Gather, gather_from
 from meshmend.planning.proven import plan
-from meshmend.planning.weave.pieces import Pieces
-from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
@@ -103,20 +101,6 @@ def plan_broadcast(mesh: Mesh, root: int, **target: Any) -> Schedule:
         raise ParameterError(f"The root is a rank from 0 to {mesh.n_chips - 1}: got {root}.")
     # What suits an all-gather of the same payload: the cables of the slowest chip decide both.
     chunks = plan(mesh, Gather.name, collective=Collective.ALL_GATHER, verify=False, **target).total_chunks
-    owners = np.full(chunks, root, dtype=np.int64)
-    found = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
-    made = Schedule(
-        mesh,
-        total_chunks=chunks,
-        step=found.step,
-        src=found.src,
-        dst=found.dst,
-        first_chunk=found.chunk,
-        op=int(Op.COPY),
-        phase_names=("broadcast",),
-        owners=owners,
-        collective=Collective.ALL_GATHER,
-        planner=Gather.name,
-    )
+    made = gather_from(mesh, np.full(chunks, root, dtype=np.int64), "broadcast")
     ensure_proven(made)
     return made

@@ -16,14 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.planning.base import Planner, Unsupported
-from meshmend.planning.build import (
-    DIRECTIONS,
-    Transfers,
-    line_ring,
-    ring_all_gather,
-    ring_owners,
-    ring_reduce_scatter,
-)
+from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
 

@@ -31,16 +31,16 @@ VERSION = 1
 MAX_BYTES = 4 << 20
 MAX_ENTRIES = 10_000
 MAX_WHY = 2000
-THE_JOB, BY_HAND = "the job", "by hand"
+THE_JOB = "the job"
+BY_HAND = "by hand"
 WEEK_S = 7 * 86400.0
 """For how long a suspect is left out if nobody says otherwise: long enough to test it, too short to be forgotten."""
 FOREVER_S = 100 * 365 * 86400.0
 SHARE = 16
 """The job may quarantine one chip in so many by itself, and at least as many as one host has.
 
-Chips that compute wrong numbers are rare: large fleets report about one in a thousand over months. A job that has found
-one in sixteen has found something else: a program that is not deterministic, a fault in a check, a bad build. To leave
-out more would lose the machine without curing that. A host's worth must always fit, because a host fails as a whole.
+Such chips are rare: large fleets report about one in a thousand over months. One in sixteen is something else, such as
+a program that is not deterministic, and leaving out more would not cure that. A host always fits: it fails as a whole.
 """
 
 

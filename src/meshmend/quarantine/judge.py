@@ -32,10 +32,11 @@ class Verdict:
     @property
     def why(self) -> str:
         """The evidence in one line."""
-        told = [
-            f"{observation.kind} at {_when(observation)}: {observation.evidence or 'no details'}"
-            for observation in self.observations[:3]
-        ]
+        told = []
+        for one in self.observations[:3]:
+            attempt = one.numbers.get("attempt")
+            when = f"step {one.step}" + ("" if attempt is None else f" of attempt {attempt:.0f}")
+            told.append(f"{one.kind} at {when}: {one.evidence or 'no details'}")
         more = len(self.observations) - len(told)
         return "; ".join(told) + (f"; and {more} more" if more else "")
 
@@ -132,11 +133,6 @@ def _counts(observation: Observation) -> bool:
 def _has_majority(observation: Observation, least: int) -> bool:
     agree, differ = observation.numbers.get("agree", 0), observation.numbers.get("differ", 1)
     return len(observation.suspects) == 1 and agree >= least and agree > differ
-
-
-def _when(observation: Observation) -> str:
-    attempt = observation.numbers.get("attempt")
-    return f"step {observation.step}" if attempt is None else f"step {observation.step} of attempt {attempt:.0f}"
 
 
 def _order(observation: Observation) -> tuple[int, str]:

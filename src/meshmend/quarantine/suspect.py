@@ -60,11 +60,6 @@ class Suspect:
         return cls((tuple(at),))
 
     @classmethod
-    def cable(cls, first: Sequence[int], second: Sequence[int]) -> Suspect:
-        """Return a cable as a suspect."""
-        return cls((tuple(first), tuple(second)))
-
-    @classmethod
     def parse(cls, text: str) -> Suspect:
         """Read a suspect: "2,3" is a chip, "2,3-2,4" a cable, "host 5" a host."""
         words = text.strip() if len(text) <= MAX_TEXT else ""

@@ -4,12 +4,10 @@
 `all_pairs` has both for every two chips, and `trace` follows the flows of a schedule.
 """
 
-from meshmend.routing.all_pairs import all_pairs
 from meshmend.routing.deadlock import DeadlockProof, prove, require_deadlock_free
 from meshmend.routing.detour import detour
-from meshmend.routing.dimension_order import dimension_order
 from meshmend.routing.table import Routes, Trace
-from meshmend.routing.trace import trace
+from meshmend.routing.trace import all_pairs, trace
 
 __all__ = [
     "DeadlockProof",
@@ -17,7 +15,6 @@ __all__ = [
     "Trace",
     "all_pairs",
     "detour",
-    "dimension_order",
     "prove",
     "require_deadlock_free",
     "trace",

@@ -80,9 +80,9 @@ def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
 
     For a table this covers every packet of every class at every chip, which includes the routes in use.
 
-    >>> from meshmend.routing import dimension_order
-    >>> print(prove(dimension_order(Mesh("4x4"))))
-    free of deadlock: 68 dependencies between the channels of dimension-order form no cycle (1 virtual channel)
+    >>> from meshmend.routing import detour
+    >>> print(prove(detour(Mesh("4x4"))))
+    free of deadlock: 68 dependencies between the channels of detour form no cycle (1 virtual channel)
     """
     if isinstance(routes, Routes):
         scheme, graph = routes.scheme, dependencies(routes)

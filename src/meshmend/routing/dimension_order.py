@@ -13,23 +13,10 @@ A pair whose path is blocked by a failed chip or cable has no route here; `detou
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from meshmend.routing.table import NO_PORT, Ports, Routes, all_destinations
+from meshmend.routing.table import NO_PORT, Ports
 from meshmend.topology import Mesh
-
-
-def dimension_order(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes:
-    """Return the dimension-order routes to `destinations` (ranks; all by default) that no failure blocks."""
-    columns = all_destinations(mesh, destinations)
-    return Routes(
-        mesh=mesh,
-        scheme="dimension-order",
-        n_channels=dimension_order_channels(mesh),
-        destinations=columns,
-        port=surviving_ports(mesh, columns)[None],
-        class_of=np.zeros((mesh.n_chips, len(columns)), dtype=np.uint8),
-    )
 
 
 def dimension_order_channels(mesh: Mesh) -> int:

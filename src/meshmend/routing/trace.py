@@ -1,17 +1,21 @@
-"""The links that a set of flows uses under the default routes, on a mesh of any size."""
+"""The default routes: the links that a set of flows uses on a mesh of any size, and a table for every two chips."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshmend.errors import RoutingError
-from meshmend.routing.deadlock import require_deadlock_free
+from meshmend.errors import RoutingError, name_chip
+from meshmend.routing.deadlock import DeadlockProof, require_deadlock_free
 from meshmend.routing.detour import detour
 from meshmend.routing.dimension_order import dimension_order_port, survives
-from meshmend.routing.table import Trace, walk
+from meshmend.routing.table import Routes, Trace, walk
 from meshmend.topology import Mesh
 
+MAX_TABLE_CHIPS = 2**13
+"""An all-pairs table has one byte per pair and class; beyond this, trace only the flows that are needed (`trace`)."""
 MAX_TABLE_CELLS = 2**22
 """Cells of the tables that are built at a time for flows whose path is blocked."""
 MAX_HOPS = 2**22
@@ -36,7 +40,9 @@ def trace(mesh: Mesh, src: ArrayLike, dst: ArrayLike) -> Trace:
     direct = survives(mesh, src, dst)
     n_hops = _n_direct_hops(mesh, src[direct], dst[direct])
     _check("hops", n_hops, MAX_HOPS)
-    traces = [_direct(mesh, src, dst, np.flatnonzero(direct))]
+    straight, ends = np.flatnonzero(direct), dst[direct]
+    walked = walk(mesh, src[direct], ends, lambda moving, at: dimension_order_port(mesh, at, ends[moving]))
+    traces = [Trace(straight[walked.flow], walked.hop, walked.link, walked.channel)]
     blocked = np.flatnonzero(~direct)
     if len(blocked):
         blocked = blocked[mesh.component_of[src[blocked]] == mesh.component_of[dst[blocked]]]
@@ -70,8 +76,28 @@ def _check(what: str, needed: int, limit: int) -> None:
         raise RoutingError(f"Routing these flows takes {needed:,} {what}; the limit is {limit:,}.")
 
 
-def _direct(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64], flows: NDArray[np.int64]) -> Trace:
-    """Follow flows whose dimension-order path is live."""
-    ends = dst[flows]
-    found = walk(mesh, src[flows], ends, lambda moving, at: dimension_order_port(mesh, at, ends[moving]))
-    return Trace(flows[found.flow], found.hop, found.link, found.channel)
+@lru_cache(maxsize=4)
+def all_pairs(mesh: Mesh) -> tuple[Routes, DeadlockProof]:
+    """Return the routes between all pairs of chips, and the proof that packets on them cannot deadlock.
+
+    >>> routes, proof = all_pairs(Mesh("8x8", failed=["2x2@2,2"]))
+    >>> routes.path((2, 1), (2, 4))
+    [(2, 1), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4)]
+    >>> proof.deadlock_free, proof.n_channels
+    (True, 2)
+    """
+    if mesh.n_chips > MAX_TABLE_CHIPS:
+        raise RoutingError(
+            f"{mesh} has {mesh.n_chips:,} live chips; a table of all pairs is limited to {MAX_TABLE_CHIPS:,}. "
+            f"Use meshmend.routing.trace for the flows that you need."
+        )
+    if not mesh.is_connected:
+        ends = [mesh.chip(int((mesh.component_of == part).argmax())) for part in (0, 1)]
+        raise RoutingError(
+            f"The survivors of {mesh} are not connected: "
+            f"no live path joins {name_chip(ends[0])} and {name_chip(ends[1])}.",
+            src=ends[0],
+            dst=ends[1],
+        )
+    routes = detour(mesh)
+    return routes, require_deadlock_free(routes)

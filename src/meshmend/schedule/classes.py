@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from meshmend.schedule.schedule import Schedule
 
-__all__ = ["ChunkClasses"]
-
 
 class ChunkClasses:
     """The schedule's runs, in terms of classes of chunks that always travel together and have one owner."""

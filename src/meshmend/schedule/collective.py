@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum, StrEnum
 
-__all__ = ["Collective", "Op"]
-
 
 class Op(IntEnum):
     """What a transfer does at its destination."""

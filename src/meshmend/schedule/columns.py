@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
+from meshmend.topology.mesh import read_only
 
 MAX_CHUNKS = 2**31 - 1
 
@@ -34,12 +35,6 @@ def as_int_array(values: ArrayLike, name: str, length: int | None = None) -> NDA
 def frozen_copy(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
     """Return a private read-only copy, so that the schedule cannot change under its readers."""
     return read_only(np.array(array, dtype=dtype))
-
-
-def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array, which its caller has just made, such that nobody writes to it any more."""
-    array.flags.writeable = False
-    return array
 
 
 class BusySteps:

@@ -19,8 +19,6 @@ from meshmend.schedule.classes import ChunkClasses
 from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.schedule import Schedule
 
-__all__ = ["check_updates", "update_steps", "update_windows", "with_update"]
-
 BLOCK = 2**26
 """Cells, one per chip and class of chunks, that are followed at a time: 64 MB."""
 

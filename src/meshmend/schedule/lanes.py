@@ -30,18 +30,6 @@ from numpy.typing import NDArray
 from meshmend.schedule.collective import Collective
 from meshmend.schedule.schedule import Schedule
 
-__all__ = [
-    "KEEP",
-    "Lane",
-    "LaneCount",
-    "Loop",
-    "Lowered",
-    "ProgramShape",
-    "Repeat",
-    "count_lanes",
-    "lower",
-]
-
 MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
 MAX_LOOPS = 16
@@ -148,15 +136,6 @@ class Lowered:
     def owned(self) -> Owned:
         """The shape's `owned` as a table, one row per rank."""
         return np.array(self.shape.owned, dtype=np.int32)
-
-    @property
-    def inputs(self) -> dict[str, NDArray[np.generic]]:
-        """The tables that a program reads, in its order, by name; each has one row per device."""
-        found: dict[str, NDArray[np.generic]] = {}
-        for i, loop in enumerate(self.loops):
-            found |= {f"table_{i}_send": loop.send, f"table_{i}_receive": loop.receive}
-            found |= {f"table_{i}_ops": loop.ops} if loop.reads_ops else {}
-        return found
 
 
 @dataclass(frozen=True)

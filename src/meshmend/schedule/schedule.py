@@ -22,8 +22,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
 from meshmend.schedule.collective import Collective, Op
-from meshmend.schedule.columns import MAX_CHUNKS, BusySteps, as_int_array, expand, frozen_copy, read_only
+from meshmend.schedule.columns import MAX_CHUNKS, BusySteps, as_int_array, expand, frozen_copy
 from meshmend.topology import IntArray, Mesh
+from meshmend.topology.mesh import read_only
 
 MAX_STEPS = 2**31 - 1
 MAX_PHASES = 256

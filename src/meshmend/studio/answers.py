@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshmend.cost import Forecast, predict
-from meshmend.cost.load import link_time
+from meshmend.cost.paths import link_time
 from meshmend.cost.units import format_bytes, name_seconds
 from meshmend.drawing.film import film
 from meshmend.drawing.geometry import FigureLayout, strokes

@@ -20,15 +20,7 @@ from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.planning import Auto, Planner, make_planner
-from meshmend.topology import (
-    Mesh,
-    name_cable,
-    name_cable_rates,
-    name_shape,
-    parse_cable_rate,
-    parse_shape,
-    parse_wrap,
-)
+from meshmend.topology import Mesh, name_cable, name_cable_rates, name_shape, parse_cable_rate, parse_shape, parse_wrap
 
 MAX_CHIPS = 2048
 """32×64: what the page draws at once, and what is planned while somebody waits."""
@@ -74,10 +66,10 @@ class State:
     def read(cls, given: object) -> State:
         """Return the state that the page sent, or raise an error that says what is wrong with it."""
         if not isinstance(given, Mapping):
-            raise ParameterError(f"The state is {_brief(given)}, expected an object with the fields {_names()}.")
+            raise ParameterError(f"The state is {_brief(given)}, expected an object with the fields {_NAMES}.")
         unknown = [key for key in given if key not in _FIELDS]
         if unknown:
-            raise ParameterError(f"The state has no field {_brief(unknown[0])}: it has {_names()}.")
+            raise ParameterError(f"The state has no field {_brief(unknown[0])}: it has {_NAMES}.")
         return cls(**{key: _checked(key, value) for key, value in given.items()})
 
     @classmethod
@@ -163,10 +155,7 @@ def whole_machine(shape: str, wrap: str) -> Mesh:
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(State)}
-
-
-def _names() -> str:
-    return ", ".join(_FIELDS)
+_NAMES = ", ".join(_FIELDS)
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -148,12 +149,12 @@ class Mesh:
         """An array of the mesh's shape: each live chip's rank, −1 for a failed one."""
         ranks = np.full(self._shape, -1, dtype=np.int32)
         ranks[self._live] = np.arange(self.n_chips, dtype=np.int32)
-        return _frozen(ranks)
+        return read_only(ranks)
 
     @cached_property
     def coords(self) -> IntArray:
         """Coordinates of the live chips, one row per rank."""
-        return _frozen(np.argwhere(self._live).astype(np.int32))
+        return read_only(np.argwhere(self._live).astype(np.int32))
 
     @cached_property
     def neighbours(self) -> IntArray:
@@ -169,7 +170,7 @@ class Mesh:
             rank_a, rank_b = self.rank_of[a], self.rank_of[b]
             table[rank_a, table[rank_a] == rank_b] = -1
             table[rank_b, table[rank_b] == rank_a] = -1
-        return _frozen(table)
+        return read_only(table)
 
     @cached_property
     def cables(self) -> IntArray:
@@ -177,7 +178,7 @@ class Mesh:
         ranks = np.arange(self.n_chips, dtype=np.int32)
         columns = [np.stack([ranks, self.neighbours[:, d]], axis=1) for d in range(0, self.n_directions, 2)]
         pairs = np.concatenate(columns)
-        return _frozen(pairs[pairs[:, 1] >= 0])
+        return read_only(pairs[pairs[:, 1] >= 0])
 
     @property
     def n_cables(self) -> int:
@@ -187,9 +188,7 @@ class Mesh:
     @cached_property
     def rates(self) -> NDArray[np.float64]:
         """The rate of each of `cables`, as a fraction of the hardware's link rate."""
-        rates = self.link_rates[self.link(*self.cables.T)]
-        rates.flags.writeable = False
-        return rates
+        return read_only(self.link_rates[self.link(*self.cables.T)])
 
     @cached_property
     def link_rates(self) -> NDArray[np.float64]:
@@ -197,8 +196,7 @@ class Mesh:
         rates = np.ones(self.n_link_slots)
         for (a, b), rate in self._slow_cables:
             rates[self.link([self.rank(a), self.rank(b)], [self.rank(b), self.rank(a)])] = float(rate)
-        rates.flags.writeable = False
-        return rates
+        return read_only(rates)
 
     @property
     def n_link_slots(self) -> int:
@@ -251,7 +249,7 @@ class Mesh:
         from scipy.sparse.csgraph import connected_components
 
         _, labels = connected_components(self.graph, directed=False)
-        return _frozen(labels.astype(np.int32))
+        return read_only(labels.astype(np.int32))
 
     @property
     def n_components(self) -> int:
@@ -426,7 +424,8 @@ class Mesh:
         return f"Mesh({self}: {chips})"
 
 
-def _frozen(array: IntArray) -> IntArray:
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that its caller has just made, such that nobody writes to it any more."""
     array.flags.writeable = False
     return array
 
@@ -435,9 +434,7 @@ def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
     checked = parse_shape(shape) if isinstance(shape, str) else whole_numbers(shape, "A shape")
     if not 1 <= len(checked) <= MAX_AXES or any(n < 1 for n in checked):
         raise MeshError(f"A mesh has 1 to {MAX_AXES} axes of at least one chip each: got {name_shape(checked)}.")
-    size = 1
-    for n in checked:
-        size *= n
+    size = math.prod(checked)
     if size > MAX_CHIPS:
         raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; the limit is {MAX_CHIPS:,}.")
     return checked

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MeshError
-from meshmend.topology.mesh import IntArray, Mesh
+from meshmend.topology.mesh import IntArray, Mesh, read_only
+from meshmend.topology.rates import MAX_RATE_DENOMINATOR
 from meshmend.topology.text import Cable, name_shape, parse_shape, whole_numbers
 
 MAX_TRIED = 10_000
@@ -62,9 +63,7 @@ class Tiling:
         offsets = np.argwhere(np.ones(self.side, dtype=np.bool_))
         corners = np.stack([np.array(c)[self.tiles.coords[:, a]] for a, c in enumerate(self.cuts)], axis=1)
         where = (corners[:, None, :] + offsets[None, :, :]) % np.array(self.chips.shape)
-        ranks: IntArray = self.chips.rank_of[tuple(np.moveaxis(where, -1, 0))]
-        ranks.flags.writeable = False
-        return ranks
+        return read_only(self.chips.rank_of[tuple(np.moveaxis(where, -1, 0))])
 
     @property
     def n_wasted(self) -> int:
@@ -111,6 +110,7 @@ def cut_into_tiles(mesh: Mesh, side: Sequence[int] | str) -> Tiling:
             f"A tile of a {name_shape(mesh.shape)} mesh has one length of at least 1 for each of its {mesh.n_axes} "
             f"axes, as in {example}: got {name_shape(sides)}."
         )
+    most = prod(n // s for n, s in zip(mesh.shape, sides, strict=True))
     best: Tiling | None = None
     for n_whole, cuts in _candidates(mesh, sides):
         if best is not None and n_whole < best.tiles.n_chips:
@@ -118,7 +118,7 @@ def cut_into_tiles(mesh: Mesh, side: Sequence[int] | str) -> Tiling:
         found = _tiling(mesh, sides, cuts)
         if found is not None and (best is None or _merit(found) > _merit(best)):
             best = found
-        if best is not None and best.tiles.is_full and best.tiles.n_chips == _most(mesh, sides):
+        if best is not None and best.tiles.is_full and best.tiles.n_chips == most:
             break
     if best is None:
         raise MeshError(f"{mesh!r} has no {name_shape(sides)} tile of live chips. Choose a smaller tile.")
@@ -127,10 +127,6 @@ def cut_into_tiles(mesh: Mesh, side: Sequence[int] | str) -> Tiling:
 
 def _merit(tiling: Tiling) -> tuple[int, int]:
     return tiling.tiles.n_chips, tiling.tiles.n_cables
-
-
-def _most(mesh: Mesh, side: tuple[int, ...]) -> int:
-    return prod(n // s for n, s in zip(mesh.shape, side, strict=True))
 
 
 def _candidates(mesh: Mesh, side: tuple[int, ...]) -> Iterator[tuple[int, Cuts]]:
@@ -256,7 +252,7 @@ def _tiling(mesh: Mesh, side: tuple[int, ...], cuts: Cuts) -> Tiling | None:
     slowest = min((s for s, n in zip(side, shape, strict=True) if n > 1), default=1)
     rates: dict[Cable, Fraction] = {}
     for axis in range(mesh.n_axes):
-        onward = _onward_rates(mesh, axis)
+        onward = onward_rates(mesh, axis)
         for i, (first, second) in enumerate(_neighbouring(cuts[axis], wrap[axis])):
             windows = _windows(mesh, side, cuts)
             length = (second - first) % mesh.shape[axis] + side[axis] - 1
@@ -265,7 +261,7 @@ def _tiling(mesh: Mesh, side: tuple[int, ...], cuts: Cuts) -> Tiling | None:
             for other in map(tuple, np.argwhere(crossed * slowest != side[axis]).tolist()):
                 a = (*other[:axis], i, *other[axis + 1 :])
                 b = (*other[:axis], (i + 1) % shape[axis], *other[axis + 1 :])
-                rate = Fraction(float(crossed[other])).limit_denominator(1000)
+                rate = Fraction(float(crossed[other])).limit_denominator(MAX_RATE_DENOMINATOR)
                 rates[min(a, b), max(a, b)] = rate * Fraction(slowest, side[axis])
     tiles = Mesh(shape, wrap=wrap, failed=np.argwhere(~live).tolist(), cable_rates=rates)
     if not tiles.is_connected:
@@ -279,7 +275,7 @@ def _neighbouring(starts: tuple[int, ...], wrap: bool) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], *starts[:1]] if wrap else starts[1:], strict=False))
 
 
-def _onward_rates(mesh: Mesh, axis: int) -> NDArray[np.float64]:
+def onward_rates(mesh: Mesh, axis: int) -> NDArray[np.float64]:
     """Return the rate of each chip's cable towards larger coordinates on an axis; 0 where there is none."""
     rates = np.zeros(mesh.shape)
     links = np.arange(mesh.n_chips) * mesh.n_directions + 2 * axis

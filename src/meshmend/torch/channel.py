@@ -91,7 +91,7 @@ class Channel:
         self.error: Exception | None = None
         self._chips = {} if chips is None else chips
         self._reports = reports
-        self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
+        self._first_tag = _claim_number(self) * TAGS_PER_CHANNEL + FIRST_TAG
         self._queue = threading.Condition()
         self._n_tickets = 0
         self._n_served = 0
@@ -229,30 +229,25 @@ class _Exchange:
         return found
 
 
-class _Numbers:
-    """Counts the channels of each process group."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._next: WeakKeyDictionary[Transport, Iterator[int]] = WeakKeyDictionary()
-        self._live: WeakKeyDictionary[Transport, WeakValueDictionary[int, Channel]] = WeakKeyDictionary()
-
-    def claim(self, channel: Channel) -> int:
-        """Return the number of a new channel. Numbers come round again when all have been used."""
-        group = channel._group
-        with self._guard:
-            number = next(self._next.setdefault(group, count())) % N_CHANNELS
-            live = self._live.setdefault(group, WeakValueDictionary())
-            if number in live:
-                raise ParameterError(
-                    f"A process group has room for {N_CHANNELS:,} engines, and the one made {N_CHANNELS:,} engines ago "
-                    f"is still in use. Keep one engine for each plan, or make another group."
-                )
-            live[number] = channel
-        return number
+_counting = threading.Lock()
+_channels: WeakKeyDictionary[Transport, tuple[Iterator[int], WeakValueDictionary[int, Channel]]] = WeakKeyDictionary()
+"""Of each process group: numbers for its channels, and those that are in use."""
 
 
-_numbers = _Numbers()
+def _claim_number(channel: Channel) -> int:
+    """Return the number of a new channel. Numbers come round again when all have been used."""
+    with _counting:
+        numbers, live = _channels.setdefault(channel._group, (count(), WeakValueDictionary()))
+        number = next(numbers) % N_CHANNELS
+        if number in live:
+            raise ParameterError(
+                f"A process group has room for {N_CHANNELS:,} engines, and the one made {N_CHANNELS:,} engines ago "
+                f"is still in use. Keep one engine for each plan, or make another group."
+            )
+        live[number] = channel
+    return number
+
+
 _transports: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary()
 """Kept for as long as the group is: channels are counted by transport, whichever of the two an engine was given."""
 

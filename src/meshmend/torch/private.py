@@ -49,22 +49,13 @@ class Transport(Protocol):
         """Start to receive."""
 
 
-class Gloo(Transport, Protocol):
-    """What is used of Gloo's backend; torch's own annotations leave out all of its collectives."""
-
-    def allreduce(self, tensors: list[torch.Tensor], /) -> Work:
-        """Start Gloo's own all-reduce."""
-
-    def barrier(self) -> Work:
-        """Start to wait for all members."""
-
-
 def gloo_backend(
     store: dist.Store, rank: int, world_size: int, *, timeout: timedelta, interface: str | None = None
-) -> Gloo:
+) -> Any:
     """Return Gloo over one network interface (by default the host's own), with all connections made.
 
-    `torch.distributed.new_group` needs a default process group, of which a process has only one.
+    `torch.distributed.new_group` needs a default process group, of which a process has only one. torch's annotations
+    leave out all of Gloo's collectives.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
     options._timeout = timeout
@@ -73,7 +64,7 @@ def gloo_backend(
     else:
         device = dist.ProcessGroupGloo.create_default_device()
     options._devices = [device]
-    return cast(Gloo, dist.ProcessGroupGloo(store, rank, world_size, options))
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 def gloo_group(
@@ -94,7 +85,7 @@ def gloo_group(
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     first = connect_timeout if changes else timeout
-    backend: Any = gloo_backend(store, rank, world_size, timeout=first, interface=interface)
+    backend = gloo_backend(store, rank, world_size, timeout=first, interface=interface)
     if changes:
         backend.set_timeout(timeout)
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshmend.cost import Hardware
-from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
+from meshmend.errors import MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
@@ -82,7 +82,8 @@ class MeshProcessGroup(ReconfiguredGroup):
     ) -> None:
         super().__init__(timeout)
         self._options = MeshOptions(shape, chip, machine, wrap, hardware, plan, interface)
-        self._whole, self._chip = self._options.position()
+        self.whole, self.chip = self._options.position()
+        """The machine with all of its chips, and where this process's is."""
         self._plans = self._options.plans()
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
@@ -97,11 +98,6 @@ class MeshProcessGroup(ReconfiguredGroup):
         self.timings = Timings()
 
     @property
-    def chip(self) -> Coordinate:
-        """Where this process's chip is."""
-        return self._chip
-
-    @property
     def timeout(self) -> timedelta:
         """How long an all-reduce may take."""
         return self._timeout
@@ -112,11 +108,6 @@ class MeshProcessGroup(ReconfiguredGroup):
         return self._options.is_loopback
 
     @property
-    def whole(self) -> Mesh:
-        """The machine with all of its chips."""
-        return self._whole
-
-    @property
     def hardware(self) -> Hardware:
         """What plans are made for."""
         return self._plans.hardware
@@ -125,7 +116,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def mesh(self) -> Mesh:
         """The mesh with the hole that the members leave."""
         if self._mesh is None:
-            raise MeshError(f"Chip {name_chip(self._chip)} has no mesh until torchft has formed its group.")
+            raise MeshError(f"Chip {name_chip(self.chip)} has no mesh until torchft has formed its group.")
         return self._mesh
 
     def schedule(self, payload_bytes: int) -> Schedule:
@@ -134,7 +125,7 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def prepare(self, holes: Sequence[Region | str], payload_bytes: int) -> None:
         """Plan ahead for the loss of each of `holes`, so that `configure` finds its plan made."""
-        self._plans.prepare(self._whole, holes, payload_bytes)
+        self._plans.prepare(self.whole, holes, payload_bytes)
 
     def leave_out(self, cables: Iterable[Cable]) -> None:
         """Plan round these cables from now on, too, as all members do that are told of them by any member.
@@ -168,11 +159,11 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find the hole that the members leave, connect them and plan."""
-        own = MemberInfo.of(self._chip, self._whole, self._plans, self._bad_cables)
+        own = MemberInfo.of(self.chip, self.whole, self._plans, self._bad_cables)
         members = introduce(store, rank, world_size, own, self._patience.now)
         self.timings.formed_ms = members[0].at_ms
         # Cables in quarantine: what any of the members knows counts.
-        self._mesh = mesh = survivors(self._whole, members)
+        self._mesh = mesh = survivors(self.whole, members)
         # Gloo's timeout is for each connection. Everybody was there a moment ago.
         patience, interface = min(2 * self._patience.now, self._timeout), self._options.socket_interface()
         gloo = gloo_group(store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface)
@@ -195,7 +186,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         with self._guard:
             group = self._group
             if self._error is not None or group is None:
-                raise self._error or MeshmendError(f"Chip {name_chip(self._chip)} has left its group.")
+                raise self._error or MeshmendError(f"Chip {name_chip(self.chip)} has left its group.")
             self._sizes.add(Plans.size(bytes_of(tensors)))
 
         def reduce() -> list[torch.Tensor]:
@@ -209,7 +200,7 @@ class MeshProcessGroup(ReconfiguredGroup):
                 raise
             return tensors
 
-        return MeshWork(group.start(reduce), self._chip)
+        return MeshWork(group.start(reduce), self.chip)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""
@@ -227,7 +218,7 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def abort(self, errored: bool = True) -> None:
         """Close all connections: whatever waits, here and on other chips, ends with an error."""
-        left = f"Chip {name_chip(self._chip)} left the group."
+        left = f"Chip {name_chip(self.chip)} left the group."
         with self._guard:
             group, self._group = self._group, None
             if errored and self._error is None:

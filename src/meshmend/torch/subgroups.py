@@ -16,6 +16,8 @@ from itertools import pairwise, product
 
 from meshmend.errors import Coordinate
 from meshmend.topology import Cable, Mesh
+from meshmend.topology.rates import MAX_RATE_DENOMINATOR
+from meshmend.topology.tiles import onward_rates
 
 
 def mesh_of(chips: Sequence[Coordinate], live: Mesh) -> Mesh | None:
@@ -36,6 +38,7 @@ def mesh_of(chips: Sequence[Coordinate], live: Mesh) -> Mesh | None:
     wrap = [live.wrap[axis] and _goes_round(lines[axis], live.shape[axis]) for axis in range(live.n_axes)]
     apart = [min((b - a for a, b in pairwise(line)), default=1) for line in lines]
     nearest = min((apart[axis] for axis, line in enumerate(lines) if len(line) > 1), default=1)
+    onward = [onward_rates(live, axis) for axis in range(live.n_axes)]
     rates: dict[Cable, Fraction] = {}
     for here in product(*(range(len(line)) for line in lines)):
         for axis, line in enumerate(lines):
@@ -44,7 +47,10 @@ def mesh_of(chips: Sequence[Coordinate], live: Mesh) -> Mesh | None:
                 continue
             start = tuple(line_of[at] for line_of, at in zip(lines, here, strict=True))
             steps = (line[there[axis]] - line[here[axis]]) % live.shape[axis]
-            rate = Fraction(nearest, apart[axis]) * _rate_of_path(live, start, axis, steps)
+            # The slowest cable on a straight path towards larger coordinates counts, 0 where it is broken.
+            path = [(*start[:axis], (start[axis] + i) % live.shape[axis], *start[axis + 1 :]) for i in range(steps)]
+            slowest = Fraction(float(min(onward[axis][at] for at in path))).limit_denominator(MAX_RATE_DENOMINATOR)
+            rate = Fraction(nearest, apart[axis]) * slowest
             if rate != 1:
                 rates[min(here, there), max(here, there)] = rate
     absent = [
@@ -60,16 +66,3 @@ def _goes_round(line: Sequence[int], length: int) -> bool:
     """Return whether lines on an axis that wraps lie equally far apart all the way round."""
     gaps = {(b - a) % length for a, b in zip(line, [*line[1:], line[0]], strict=True)}
     return len(line) > 2 and len(gaps) == 1
-
-
-def _rate_of_path(live: Mesh, start: Coordinate, axis: int, steps: int) -> Fraction:
-    """Return the rate of the slowest cable on a straight path towards larger coordinates; 0 where it is broken."""
-    slowest, here = Fraction(1), start
-    for _ in range(steps):
-        there = (*here[:axis], (here[axis] + 1) % live.shape[axis], *here[axis + 1 :])
-        if not (live.live[here] and live.live[there]):
-            return Fraction(0)
-        cable = min(here, there), max(here, there)
-        slowest = min(slowest, Fraction(0) if cable in live.failed_cables else live.cable_rates.get(cable, Fraction(1)))
-        here = there
-    return slowest

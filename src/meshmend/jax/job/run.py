@@ -40,6 +40,7 @@ from meshmend.jax.session.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.session.shared_folder import SharedFolder, check_shared
 from meshmend.jax.session.survivors import read_untrusted
 from meshmend.jax.state import Keeper, fetch
+from meshmend.jax.state.record import Record
 from meshmend.jax.train.plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan, workload_of
 from meshmend.planning import PlanCache, Planner, StepDemands, Workload
 
@@ -134,6 +135,7 @@ class TrainingRun:
             start_from=options.start_from,
             # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
             untrusted=untrusted if untrusted or options.checks is not None else None,
+            record=Record(options.shared.path),
         )
         self._checking: Checking | None = None
         try:

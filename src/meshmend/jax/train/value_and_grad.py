@@ -3,7 +3,7 @@
 Each tile differentiates the loss of its own part of the batch, under whatever sharding the model and XLA choose inside
 it: `jax.vmap(…, spmd_axis_name="tile")` keeps tiles apart. The gradients are then averaged over tiles by the planned
 schedule, in a `shard_map` that is manual over every axis, so that each chip packs only the shards that it holds and
-nothing moves inside a tile. `docs/jax.md` has the table of what works inside a tile.
+nothing moves inside a tile. `docs/tiles.md` has the table of what works inside a tile.
 """
 
 from __future__ import annotations

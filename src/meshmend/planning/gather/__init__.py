@@ -3,6 +3,6 @@
 `planner` is the planner; `spreading` decides who sends which chunk to whom.
 """
 
-from meshmend.planning.gather.planner import Gather
+from meshmend.planning.gather.planner import Gather, gather_from
 
-__all__ = ["Gather"]
+__all__ = ["Gather", "gather_from"]

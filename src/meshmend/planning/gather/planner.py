@@ -116,25 +116,32 @@ class Gather(Planner):
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the all-gather, or the same backwards in time."""
-        owners = share_out(mesh.n_chips, self._n_chunks(mesh) // (self.lag + 1))
-        found = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
-        step, src, dst, op = found.step, found.src, found.dst, Op.COPY
+        whole = gather_from(mesh, share_out(mesh.n_chips, self._n_chunks(mesh) // (self.lag + 1)), "all-gather")
         if self.collective is Collective.REDUCE_SCATTER:
-            step, src, dst, op = found.step.max(initial=0) - found.step, found.dst, found.src, Op.REDUCE
-        whole = Schedule(
-            mesh,
-            total_chunks=len(owners),
-            step=step,
-            src=src,
-            dst=dst,
-            first_chunk=found.chunk,
-            op=int(op),
-            phase_names=(str(self.collective),),
-            owners=owners,
-            collective=self.collective,
-            planner=self.name,
-        )
+            whole = whole.replace(
+                step=whole.n_steps - 1 - whole.step,
+                src=whole.dst,
+                dst=whole.src,
+                op=int(Op.REDUCE),
+                phase_names=(str(self.collective),),
+                collective=self.collective,
+            )
         return whole.interleaved(self.lag + 1) if self.lag else whole
+
+
+def gather_from(mesh: Mesh, owners: NDArray[np.int64], phase: str) -> Schedule:
+    """Return the all-gather of chunks with these owners, whatever their shares, still to be proven."""
+    columns: dict[str, Any] = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
+    return Schedule(
+        mesh,
+        **columns,
+        total_chunks=len(owners),
+        op=int(Op.COPY),
+        phase_names=(phase,),
+        owners=owners,
+        collective=Collective.ALL_GATHER,
+        planner=Gather.name,
+    )
 
 
 def default_chunks(mesh: Mesh) -> int:

@@ -18,12 +18,12 @@ Who has what is kept as bits, 64 chunks per word, and all chips choose at once: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.planning.build import bit_position
 from meshmend.topology import Mesh
 
 SEED = 0
@@ -32,16 +32,6 @@ WORD = 64
 
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class Deliveries:
-    """One row for each chunk and each chip that does not own it: in `step`, `src` brings `chunk` to `dst`."""
-
-    step: Ints
-    src: Ints
-    dst: Ints
-    chunk: Ints
 
 
 def share_out(n_chips: int, chunks: int) -> Ints:
@@ -53,9 +43,10 @@ def share_out(n_chips: int, chunks: int) -> Ints:
     return np.asarray(np.arange(chunks, dtype=np.int64) * n_chips // chunks)
 
 
-def spread(mesh: Mesh, owners: Ints, per_link: Ints | None = None) -> Deliveries:
+def spread(mesh: Mesh, owners: Ints, per_link: Ints | None = None) -> dict[str, Ints]:
     """Bring every chunk from its owner to all chips of `mesh`, whose survivors are connected.
 
+    Returns columns of a schedule, with one row for each chunk and each chip that does not own it.
     `per_link` says how many chunks each link takes in a step, None for one; links that take some connect all chips.
     """
     n, chunks = mesh.n_chips, len(owners)
@@ -63,7 +54,7 @@ def spread(mesh: Mesh, owners: Ints, per_link: Ints | None = None) -> Deliveries
     chunk = np.arange(chunks)
     # The last row is nobody: it has nothing, and stands where there is no link.
     has = np.zeros((n + 1, words), dtype=np.uint64)
-    np.bitwise_or.at(has, (owners, chunk // WORD), _bit(chunk % WORD))
+    np.bitwise_or.at(has, (owners, chunk // WORD), np.uint64(1) << (chunk % WORD).astype(np.uint64))
     come_from = mesh.neighbours[:, np.arange(mesh.n_directions) ^ 1]
     sources = [np.where(column >= 0, column, n).astype(np.int64) for column in come_from.T]
     rounds = _rounds(mesh, sources, per_link)
@@ -88,12 +79,12 @@ def spread(mesh: Mesh, owners: Ints, per_link: Ints | None = None) -> Deliveries
             lacks[dst, word] ^= bit
             keeps[src, word] ^= bit
             missing -= len(dst)
-            rows.append((np.full(len(dst), step), src, dst, word * WORD + _number(bit)))
+            rows.append((np.full(len(dst), step), src, dst, word * WORD + bit_position(bit)))
         has[:n] = ~lacks
         step += 1
-    if not rows:
-        return Deliveries(*(np.empty(0, dtype=np.int64) for _ in range(4)))
-    return Deliveries(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+    nothing = (np.empty(0, dtype=np.int64),) * 4
+    columns = (np.concatenate(column) for column in zip(nothing, *rows, strict=True))
+    return dict(zip(("step", "src", "dst", "first_chunk"), columns, strict=True))
 
 
 def _rounds(mesh: Mesh, sources: list[Ints], per_link: Ints | None) -> list[list[Ints]]:
@@ -151,12 +142,3 @@ def _lowest_from(word: Words, start: Words) -> Words:
     high = word & (~np.uint64(0) << start)
     chosen = np.where(high != 0, high, word)
     return np.asarray(chosen & (~chosen + np.uint64(1)))
-
-
-def _bit(number: Ints) -> Words:
-    return np.asarray(np.uint64(1) << number.astype(np.uint64))
-
-
-def _number(bit: Words) -> Ints:
-    """Return which bit of its word it is: a power of two is exact as a float, and its exponent says so."""
-    return np.asarray(np.frexp(bit.astype(np.float64))[1] - 1, dtype=np.int64)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshmend.planning.weave.packing import pack
 from meshmend.planning.weave.runs import MeshLines
 from meshmend.planning.weave.tracks import Steps, find_tracks
-from meshmend.planning.weave.trees import measure, reroot
+from meshmend.planning.weave.trees import NAME, PHASES, measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 
@@ -78,9 +78,7 @@ def _choice_seconds(mesh: Mesh) -> float:
     return CHOICE_SECONDS + sum(mesh.shape) / mesh.n_axes * CHOICE_SECONDS_PER_CHIP
 
 
-def make_template(
-    mesh: Mesh, n_trees: int, *, seconds: float, planner: str, phases: tuple[str, str]
-) -> tuple[Schedule, int]:
+def make_template(mesh: Mesh, n_trees: int, *, seconds: float) -> tuple[Schedule, int]:
     """Return a schedule of `n_trees` chunks and the period after which it can be repeated."""
     wanted = least_period(mesh, n_trees)
     moves = max(20, int(PACKING_SHARE * seconds / (MOVE_SECONDS + mesh.n_chips * MOVE_SECONDS_PER_CHIP)))
@@ -93,17 +91,10 @@ def make_template(
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
     budget = int((1 - PACKING_SHARE) * seconds / _choice_seconds(mesh))
     steps = find_tracks(lines, runs, period, budget=budget)
-    return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
+    return _schedule(mesh, rooted.parent, steps, roots), period
 
 
-def _schedule(
-    mesh: Mesh,
-    parent: NDArray[np.int32],
-    steps: Steps,
-    roots: NDArray[np.int64],
-    planner: str,
-    phases: tuple[str, str],
-) -> Schedule:
+def _schedule(mesh: Mesh, parent: NDArray[np.int32], steps: Steps, roots: NDArray[np.int64]) -> Schedule:
     tree, rank = np.nonzero(parent >= 0)
     above = parent[tree, rank]
     step = np.concatenate([steps.up[tree, rank], steps.down[tree, rank]])
@@ -118,8 +109,8 @@ def _schedule(
         first_chunk=np.concatenate([tree, tree]),
         op=np.repeat([Op.REDUCE, Op.COPY], len(tree)),
         phase=phase,
-        phase_names=phases,
+        phase_names=PHASES,
         owners=roots,
-        planner=planner,
+        planner=NAME,
         may_idle=True,
     )

@@ -41,7 +41,8 @@ class Pieces:
             return cls(1, np.ones(mesh.n_cables, dtype=np.int64))
         cuts = [cls(q, np.floor(mesh.rates * q + ROUNDING).astype(np.int64)) for q in range(1, MAX_PIECES + 1)]
         best = min(cuts, key=lambda cut: (round(float((mesh.rates - cut.rates).sum()), 9), cut.per_chunk))
-        if _is_connected(mesh, best.per_step > 0):
+        unused = [(mesh.chip(a), mesh.chip(b)) for a, b in mesh.cables[best.per_step == 0].tolist()]
+        if not unused or mesh.with_failures(failed_cables=unused).is_connected:
             return best
         # Some cable slower than 1/q is needed. It takes a piece a step, and such steps last longer.
         return cls(best.per_chunk, np.maximum(best.per_step, 1))
@@ -57,15 +58,6 @@ class Pieces:
         links = np.full(mesh.n_link_slots, self.per_chunk, dtype=np.int64)
         links[mesh.link(a, b)] = links[mesh.link(b, a)] = self.per_step
         return links
-
-
-def _is_connected(mesh: Mesh, used: NDArray[np.bool_]) -> bool:
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    a, b = mesh.cables[used].T
-    graph = coo_array((np.ones(len(a), dtype=np.int8), (a, b)), shape=(mesh.n_chips, mesh.n_chips))
-    return bool(connected_components(graph.tocsr(), directed=False)[0] == 1)
 
 
 @dataclass(frozen=True)

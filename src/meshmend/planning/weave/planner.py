@@ -23,15 +23,14 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
+from meshmend.planning.build import Transfers
 from meshmend.planning.weave.periodic import ROOM, WIDE_ROOM, choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.pieces import Pieces
 from meshmend.planning.weave.roots import choose_roots, order_trees, shallow
 from meshmend.planning.weave.slots import MAX_POSITIONS, Slots, assign_steps
-from meshmend.planning.weave.trees import Rooted, Trees, grow, measure, reroot
+from meshmend.planning.weave.trees import NAME, PHASES, Rooted, Trees, grow, measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
-
-PHASES = ("reduce to the roots", "broadcast from the roots")
 
 # What was tuned, all in one place. None of it can make a plan wrong: every plan is proven, whatever these are.
 CHUNKS_PER_SIDE = 16
@@ -105,7 +104,7 @@ class Weave(Planner):
     Schedule(weave all-reduce on 8x8 minus 2x2@2,2: 60 chips, ... steps, 80,000 chunks, ...; 16 chunks repeated)
     """
 
-    name: ClassVar[str] = "weave"
+    name: ClassVar[str] = NAME
 
     chunks: int | None = None
     trees: int | None = None
@@ -256,26 +255,9 @@ class Weave(Planner):
         """Return the woven schedule."""
         chunks = self._n_chunks(mesh)
         if mesh.n_chips == 1:
-            nothing: list[int] = []
-            return Schedule(
-                mesh,
-                total_chunks=chunks,
-                step=nothing,
-                src=nothing,
-                dst=nothing,
-                op=nothing,
-                owners=[0] * chunks,
-                phase_names=PHASES,
-                planner=self.name,
-            )
+            return Transfers().schedule(mesh, planner=self.name, total_chunks=chunks, owners=0)
         if self.trees is not None:
-            template, period = make_template(
-                mesh,
-                self.trees,
-                seconds=TEMPLATE_SHARE * self.budget_s,
-                planner=self.name,
-                phases=PHASES,
-            )
+            template, period = make_template(mesh, self.trees, seconds=TEMPLATE_SHARE * self.budget_s)
             parts = self.lag + 1
             return template.interleaved(parts).repeated(chunks // (self.trees * parts), period * parts)
         pieces = Pieces.of(mesh) if mesh.has_slow_cables else None

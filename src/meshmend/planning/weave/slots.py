@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.planning.build import bit_position
 from meshmend.planning.weave.pieces import Pieces, SlowLinks, Spans
 from meshmend.planning.weave.trees import Rooted
 from meshmend.topology import Mesh
@@ -259,7 +260,7 @@ class _Queues:
         busy = np.flatnonzero(word)
         where, word = where[busy], word[busy]
         bit = word & -word
-        position = (where << 6) + _position(bit)
+        position = (where << 6) + bit_position(bit)
         going: Ints = self._transfer_at[position]
         rivals = np.flatnonzero((going & (DOWN | SHARED)) == (way | SHARED)).astype(np.int32)
         parent = parent_cell[going[rivals] & CELL]
@@ -277,7 +278,7 @@ class _Queues:
             keep[late[rest == 0]] = False
             late, rest = late[rest > 0], rest[rest > 0]
             bit[late] = rest & -rest
-            going[late] = self._transfer_at[(where[late] << 6) + _position(bit[late])]
+            going[late] = self._transfer_at[(where[late] << 6) + bit_position(bit[late])]
             # A second choice that has siblings of its own might meet them: that link stays idle.
             keep[late[(going[late] & (DOWN | SHARED)) == (way | SHARED)]] = False
             where, word, bit, going = where[keep], word[keep], bit[keep], going[keep]
@@ -317,8 +318,3 @@ def _first_of_each(values: Ints, mark: Ints) -> NDArray[np.bool_]:
     stands = mark[values] == number
     mark[values] = -1
     return np.asarray(stands)
-
-
-def _position(bit: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the position of the one bit that is set: the exponent of the number."""
-    return (bit.astype(np.float64).view(np.int64) >> 52) - 1023

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from meshmend.topology import Mesh
 
+NAME, PHASES = "weave", ("reduce to the roots", "broadcast from the roots")
 ALLOWANCE = 1.5
 """Uses beyond its share that a cable may have at no cost: combs on a full mesh stay within it."""
 OVERLOAD_WEIGHT = 8.0

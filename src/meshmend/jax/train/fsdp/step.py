@@ -154,7 +154,7 @@ def _check_params(params: Tree, program: Any) -> None:
             )
         leaf.check(program, stacked=leaf.n_layers is not None)
     if not leaves:
-        raise ParameterError("There are no parameters.")
+        raise ParameterError("There are no parameters, expected ShardedParams: make them by mmj.fsdp.init_sharded.")
 
 
 def _check_state(state: Tree) -> None:
