@@ -86,7 +86,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     table = copy / "planning" / "auto.py"
     insert(table, "from meshmend.schedule import", "from meshmend.planning.renamed import Renamed\n")
     insert(table, "CHOICES: tuple[type[Planner], ...] = (", "Renamed, ", after=True)
-    insert(copy / "cost" / "hardware.py", '        _tpu("tpu-v2", ', '        Hardware("slow-lab", 5e6),\n')
+    insert(copy / "cost" / "hardware.py", '        *_tpu("tpu-v2", ', '        Hardware("slow-lab", 5e6),\n')
     insert(
         copy / "planning" / "compare.py",
         '    Column("chunks",',

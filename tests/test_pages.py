@@ -18,9 +18,9 @@ def run_all(page: Path) -> None:
         run(block)
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # These need torch, and are run by the tests of it; what needs the laboratory is run by lab/tests/test_pages.py.
-WITH_TORCH = {"torch.md"}
+WITH_TORCH = {"torch.md", "torch_engine.md", "meshmend.torch.md"}
 BLOCKS = [block for page in PAGES for block in read(page)]
 HERE = [
     block
@@ -48,7 +48,8 @@ def test_whatever_a_page_points_to_is_there() -> None:
 
 def test_every_page_is_on_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = [page.name for page in (ROOT / "docs").iterdir() if page.suffix in (".md", ".ipynb")]
+    docs = ROOT / "docs"
+    pages = [str(page.relative_to(docs)) for page in docs.rglob("*") if page.suffix in (".md", ".ipynb")]
     assert [page for page in pages if f" {page}\n" not in site] == []
 
 
@@ -97,8 +98,8 @@ def test_what_blocks_need_can_be_installed() -> None:
 
 
 def test_a_block_that_is_not_run_says_so_on_the_site() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_path="jobs.md"))
-    shown = NEEDS["on_page_markdown"]((ROOT / "docs/jobs.md").read_text(encoding="utf-8"), page=page)
+    page = SimpleNamespace(file=SimpleNamespace(src_path="cluster.md"))
+    shown = NEEDS["on_page_markdown"]((ROOT / "docs/cluster.md").read_text(encoding="utf-8"), page=page)
     assert '```bash title="not to paste alone: it needs eight hosts and a store"\n' in shown
 
 

@@ -2,7 +2,7 @@
 
     python examples/jax/survive.py                            # alone, on whatever devices there are
 
-Start it with a launcher on several hosts, and it trains on all of them (docs/jobs.md). Start it again, and it goes on
+Start it with a launcher on several hosts, and it trains on all (docs/cluster.md). Start it again, and it goes on
 from where it stopped. The folder `shared`, or that of `meshmend run --shared`, has its plans, compiled programs and
 checkpoints: remove it to start over.
 """

@@ -1,4 +1,4 @@
-"""The table of docs/plans.md: a sharded weight update with the fused update, in two phases, and the all-reduce itself.
+"""The table of docs/variants.md: a sharded weight update, fused and in two phases, and the all-reduce itself.
 
     python lab/benchmarks/fused_update.py
     python lab/benchmarks/fused_update.py --chips 64 --chunks 256

@@ -1,6 +1,6 @@
 """What a job pays for its timeline and its metrics: CPU time per step, as a share of the step of 100 ms.
 
-    python lab/benchmarks/overhead.py                four hosts, 20 groups of steps; docs/operate.md says what it found
+    python lab/benchmarks/overhead.py                four hosts, 20 groups of steps; docs/metrics.md says what it found
     python lab/benchmarks/overhead.py --groups 2     a quick look
 
 Two measurements in one run. Directly: the CPU time of the lines that a step writes, and of a scrape. In pairs: steps of

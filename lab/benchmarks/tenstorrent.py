@@ -1,6 +1,6 @@
 """Tenstorrent: which mesh its runtime opens with chips lost, asked of the runtime itself, without hardware.
 
-    python lab/benchmarks/tenstorrent.py table                          the table of docs/where.md
+    python lab/benchmarks/tenstorrent.py table                          the table of docs/tenstorrent.md
     python lab/benchmarks/tenstorrent.py ask ~/tt/bin/python FOLDER     asks, and writes ttnn_meshes.json: half an hour
     python lab/benchmarks/tenstorrent.py check ~/tt/bin/python FOLDER   asks again what it opens by itself, and compares
 
@@ -199,9 +199,9 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def table(payload_bytes: float, only: Sequence[str] = tuple(MACHINES)) -> str:
-    """Return, for each machine, what each kind of loss leaves to its runtime and to meshmend; as in docs/where.md."""
+    """Return, for each machine, what each failure leaves to its runtime and to meshmend; in docs/tenstorrent.md."""
     lines = [
-        "| machine | lost | cases | ttnn by itself | asked for a mesh | asked for a line | meshmend |",
+        "| machine | lost | cases | ttnn alone | asked for a mesh | asked for a line | meshmend |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for kept in ttnn_runtime.measured_machines():

@@ -79,6 +79,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("machine", "no file", ["nowhere.yaml"], "nowhere.yaml: No such file"),
     ("machine", "empty file", ["file"], "not a description of a machine that is known here"),
     ("prepare", "bad host", ["4x4", "--host", "3x3"], "do not tile"),
+    ("prepare", "host without chips", ["4x4", "--host", "0x2"], "do not tile"),
     ("draw", "routes, cut mesh", ["4x4", *CUT, "--route", "0,0-3,3"], "not connected"),
     ("draw", "failed chip", ["4x4", "--fail", "1,1", "--route", "1,1-0,0"], "(1,1)"),
     ("draw", "half a route", ["4x4", "--route", "0,0"], "'0,0' is not a route. Write its two chips"),

@@ -86,7 +86,6 @@ def test_adjusting_keeps_the_other_sources() -> None:
     assert changed.link_bytes_per_s == 82e9
     assert dict(changed.sources)["step_latency_s"] == "given by the caller"
     assert "656" in dict(changed.sources)["link_bytes_per_s"]
-    assert adjusted(PRESETS["tpu-v3"]) is PRESETS["tpu-v3"]
 
 
 def test_numbers_after_a_name_replace_those_of_the_preset_or_the_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model may do inside a tile: one small loss per case, for the table in docs/jax.md.
+"""What a model may do inside a tile: one small loss per case, for the table in docs/tiles.md.
 
 `python tests/jax_engine/inside_tiles.py CASE` runs one in a process of its own, as XLA might abort.
 """

@@ -1,4 +1,4 @@
-"""The table of docs/jax.md, row by row: what works inside a tile, and what JAX refuses."""
+"""The table of docs/tiles.md, row by row: what works inside a tile, and what JAX refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table() -> dict[str, str]:
-    page = (ROOT / "docs" / "jax.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tiles.md").read_text(encoding="utf-8")
     _, _, rows = page.partition("| inside a tile |")
     cells = [line.replace("`", "").split("|") for line in rows.split("\n\n")[0].splitlines()[2:]]
     return {name.strip(): outcome.strip() for _, name, outcome, _ in cells}

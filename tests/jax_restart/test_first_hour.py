@@ -73,7 +73,7 @@ def test_batch_normalisation_ends_a_job_before_its_first_step(tmp_path: Path) ->
     shown = typed(tmp_path, *TWO_HOSTS, code=1)
     said = (
         r"ParameterError: An example's loss depends on the other examples of its batch: it is \S+, and \S+ when other "
-        r"examples are beside it in the batch\. .* nnx\.LayerNorm and nnx\.GroupNorm .*\(docs/jobs\.md, "
+        r"examples are beside it in the batch\. .* nnx\.LayerNorm and nnx\.GroupNorm .*\(docs/loss\.md, "
         r"\"Batch statistics\"\).* give train\(…, independent=False\)\.\n"
     )
     assert re.search(said, shown), shown
@@ -99,12 +99,12 @@ def test_another_scripts_folder(tmp_path: Path) -> None:
 
 
 def pages_in_order(folder: Path) -> list[tuple[str, str, list[str]]]:
-    """Return what README, start.md and jobs.md have a reader type, in that order: the block, a file to save, the words.
+    """Return what README and four pages have a reader type, in that order: the block, a file to save, the words.
 
     A `python` block that makes a `Job` is saved as train.py and run, and so are commands that run a job here.
     """
     found: list[tuple[str, str, list[str]]] = []
-    for page in ("README.md", "docs/start.md", "docs/jobs.md"):
+    for page in ("README.md", "docs/start.md", "docs/jobs.md", "docs/loss.md", "docs/tiles.md"):
         for block in read(ROOT / page):
             if block.kind == "python" and "mmj.Job(" in block.body:
                 found.append((block.name, block.body, [] if page == "README.md" else ["python", "train.py"]))
@@ -154,9 +154,9 @@ def _shorter(script: str) -> str:
     return script
 
 
-EXPECTED = ["README.md", "start.md", *["jobs.md"] * 6]
-"""The README's command; that of the first ten minutes; and of jobs.md: the script alone, six hosts, statistics, NNX,
-tiles, and the checkpoint that Orbax reads."""
+EXPECTED = ["README.md", "start.md", "jobs.md", "jobs.md", *["loss.md"] * 3, "tiles.md"]
+"""The README's command; that of the first ten minutes; the script alone and on six hosts; statistics, NNX and the
+checkpoint that Orbax reads; tiles."""
 
 
 def test_the_pages_in_order_in_one_folder(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_the_pages_in_order_in_a_fresh_environment(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = str(tmp_path / "venv/bin/python")
     (extra,) = set(re.findall(r"pip install '\.(\[launch\])'", (ROOT / "README.md").read_text(encoding="utf-8")))
-    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/loss.md").read_text(encoding="utf-8")
     assert "`pip install flax` first: `.[launch]` does not bring it." in page
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
     subprocess.run([*install, f"{ROOT}{extra}"], check=True)

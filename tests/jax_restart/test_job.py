@@ -129,15 +129,25 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3
 
 
-def test_the_command_of_the_readme(tmp_path: Path) -> None:
-    """Host 1 is killed: the others resume from their copies. With 20 steps, and a kill after 9 in place of 40."""
-    readme, home, page = (
-        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/jobs.md")
+def words_of_the_readme() -> str:
+    (words,) = re.findall(
+        r"```bash\nmeshmend (run .*?) train.py\n```", (ROOT / "README.md").read_text(encoding="utf-8")
     )
-    (words,) = re.findall(r"```bash\nmeshmend (run .*?) train.py\n```", readme)
+    return str(words)
+
+
+def test_the_command_of_the_readme_is_that_of_the_pages() -> None:
+    words = words_of_the_readme()
+    home, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/index.md", "docs/jobs.md"))
     assert f"meshmend {words} --shared six-hosts examples/jax/survive.py" in page
     assert f"meshmend {words} train.py" in " ".join(home.replace("\\\n", " ").split())
     assert "--kill 1@40" in words
+
+
+@pytest.mark.slow  # test_run and test_first_hour have its parts: a host that is killed, and this command without that
+def test_the_command_of_the_readme(tmp_path: Path) -> None:
+    """Host 1 is killed: the others resume from their copies. With 20 steps, and a kill after 9 in place of 40."""
+    words = words_of_the_readme()
     text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
     for old, new in (("steps=100", "steps=20"), ("% 20 == 0", "% 4 == 0")):
         assert old in text

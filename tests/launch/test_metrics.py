@@ -79,7 +79,7 @@ def everything(folder: Path) -> list[Any]:
 
 def test_the_page_names_every_metric(tmp_path: Path) -> None:
     served = {metric.name for metric in everything(tmp_path)}
-    page = (Path(__file__).parents[2] / "docs/operate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     causes = page.partition("## Where the time went")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(meshmend_\w+?)(?:_total)?(?:\{\w+\})?`", page)) == served
     assert set(re.findall(r"^\| ([a-z ]+) \| .* \| .* \|$", causes, re.M)) - {"cause"} == set(CAUSES)

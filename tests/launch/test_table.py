@@ -1,4 +1,4 @@
-"""Every failure that docs/jobs.md describes has a test, and the test is there."""
+"""Every failure that docs/failures.md describes has a test, and the test is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from pages import ROOT
 
-PAGE = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
 
 
 def test_every_row_names_tests_that_are_there() -> None:

@@ -11,11 +11,11 @@ from checks import assert_all_reduces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend import Mesh, plan
+from meshmend import Collective, Mesh, plan
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
-from meshmend.planning.auto import CHOICES, OTHERS, Candidates
+from meshmend.planning.auto import CHOICES, OTHERS, Candidates, candidates
 from strategies import block_meshes, torn_meshes
 
 HOLED = Mesh("8x8", failed=["2x2@2,2"])
@@ -101,7 +101,7 @@ def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, lin
     ids=str,
 )
 def test_auto_is_never_slower_than_any_planner_it_could_have_chosen(mesh: Mesh, machines: list[str]) -> None:
-    field = Candidates(mesh)
+    field = Candidates(mesh, candidates(Collective.ALL_REDUCE))
     demands: dict[Planner, StepDemand] = {}
     for payload, hardware in product(PAYLOADS, map(find_hardware, machines)):
         choice = field.choose(payload, hardware)

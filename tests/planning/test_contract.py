@@ -32,7 +32,7 @@ from meshmend.planning import (
     Weave,
     make_planner,
 )
-from meshmend.planning.auto import CHOICES, OTHERS, Candidates
+from meshmend.planning.auto import CHOICES, OTHERS, Candidates, candidates
 from meshmend.planning.base import MAX_TRANSFERS
 from meshmend.planning.latency.sites import lay_out
 from meshmend.planning.weave.planner import TRANSFER_SECONDS
@@ -57,7 +57,7 @@ def live_cables(mesh: Mesh) -> nx.Graph[tuple[int, ...]]:
 
 
 def claims_neighbours(schedule: Schedule, phase: str) -> bool:
-    """What docs/plans.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
+    """What docs/variants.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
     if schedule.planner == "latency":
         return False
     if schedule.planner == "row-pairs":
@@ -240,7 +240,7 @@ def test_numbers_from_numpy_count_as_any_other() -> None:
 
 
 def test_auto_leaves_out_what_is_too_large_and_serves_the_rest() -> None:
-    choice = Candidates(Mesh("1x5000"))
+    choice = Candidates(Mesh("1x5000"), candidates(Collective.ALL_REDUCE))
     auto = Auto(1e8, "tpu-v3")
     variants = choice.variants(1e8, find_hardware("tpu-v3"))
     assert [type(variant) for variant in variants] == [Weave]

@@ -37,7 +37,8 @@ def follow(mesh: Mesh, owners: list[int], takes: dict[tuple[int, int], int] | No
         for (src, dst), most in takes.items():
             per_link[mesh.link(src, dst)] = most
     found = spread(mesh, np.array(owners), per_link)
-    rows = list(zip(*(column.tolist() for column in (found.step, found.src, found.dst, found.chunk)), strict=True))
+    columns = (found[name].tolist() for name in ("step", "src", "dst", "first_chunk"))
+    rows = list(zip(*columns, strict=True))
     holds = [{chunk for chunk, owner in enumerate(owners) if owner == rank} for rank in range(mesh.n_chips)]
     steps = 0
     for step, together in itertools.groupby(sorted(rows), key=lambda row: row[0]):

@@ -10,11 +10,11 @@ import pytest
 from checks import assert_all_reduces
 
 from commandline import run_json
-from meshmend import Mesh, Schedule, plan
+from meshmend import Collective, Mesh, Schedule, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import CacheWarning, PlanError
 from meshmend.planning import PlanCache, Weave
-from meshmend.planning.auto import Candidates
+from meshmend.planning.auto import Candidates, candidates
 from meshmend.planning.base import is_between_neighbours
 
 HOLED = Mesh("6x6", failed=["2x2@2,2"])
@@ -47,7 +47,8 @@ def test_auto_takes_the_fastest_that_sends_to_neighbours() -> None:
     schedule = plan(HOLED, neighbours_only=True, **SHORT)
     assert not has_far_transfers(schedule)
     assert_all_reduces(schedule)
-    ranked = Candidates(HOLED).choose(SHORT["payload_bytes"], find_hardware(SHORT["hardware"])).considered
+    entered = Candidates(HOLED, candidates(Collective.ALL_REDUCE))
+    ranked = entered.choose(SHORT["payload_bytes"], find_hardware(SHORT["hardware"])).considered
     near = [one for one in ranked if one.seconds is not None and not has_far_transfers(one.planner.plan(HOLED))]
     assert schedule == near[0].planner.plan(HOLED)
 

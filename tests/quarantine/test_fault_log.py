@@ -236,3 +236,27 @@ def test_writers_at_the_same_time_lose_nothing(job: Job) -> None:
     seen = {(noted.observation.step, str(noted.observation.suspects[0])) for noted in job.log.read()}
     assert seen == {(step, f"0,{column}") for step in range(10) for column in range(4)}
     assert len(job.log.read()) == 40
+
+
+@pytest.mark.parametrize("behind_s", [-3600.0, 3600.0], ids=["an hour ahead", "an hour behind"])
+def test_hosts_whose_clocks_differ_come_to_one_list(behind_s: float, tmp_path: Path) -> None:
+    """Two observations, each noted by a host with its own clock; a third host, and the next start, see the same."""
+    mine, other = Job(tmp_path), Job(tmp_path)
+    other.time -= behind_s
+    assert mine.report(digest(A, 400)) == []
+    assert other.report(digest(A, 460), attempt=2) == [str(A)]
+    for each in (mine, other):
+        assert each.listed() == [str(A)]
+        assert each.start() == []
+    assert untrusted(mine.log) == [(1, 0), (2, 0)]
+
+
+@pytest.mark.xfail(reason="what is cleared counts from the clock of who clears it, and hosts ahead of it are not heard")
+def test_what_was_cleared_by_a_slow_clock_stays_cleared(tmp_path: Path) -> None:
+    job, operator = Job(tmp_path), Job(tmp_path)
+    operator.time -= 3600.0
+    job.report(digest(A, 400))
+    job.report(digest(A, 460), attempt=2)
+    operator.list.clear()
+    assert operator.listed() == []
+    assert job.start() == []

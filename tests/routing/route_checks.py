@@ -11,6 +11,7 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 from meshmend import Mesh
 from meshmend.routing import DeadlockProof, Routes, prove
 from meshmend.routing.deadlock import Dependencies, dependencies
+from meshmend.routing.dimension_order import dimension_order_channels, surviving_ports
 from meshmend.routing.up_down import up_down_ports
 
 
@@ -28,6 +29,13 @@ def shortest_lengths(mesh: Mesh) -> NDArray[np.float64]:
     a, b = mesh.cables.T
     graph = coo_array((np.ones(len(a)), (a, b)), shape=(mesh.n_chips, mesh.n_chips)).tocsr()
     return np.asarray(shortest_path(graph, directed=False, unweighted=True))
+
+
+def dimension_order(mesh: Mesh) -> Routes:
+    """Dimension order for all pairs that no failure blocks: the first class of `detour`."""
+    everybody = np.arange(mesh.n_chips, dtype=np.int32)
+    ports, classes = surviving_ports(mesh, everybody)[None], np.zeros((mesh.n_chips, mesh.n_chips), dtype=np.uint8)
+    return Routes(mesh, "dimension-order", dimension_order_channels(mesh), everybody, ports, classes)
 
 
 def up_down(mesh: Mesh) -> Routes:

@@ -6,11 +6,11 @@ import networkx as nx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from route_checks import check_proof
+from route_checks import check_proof, dimension_order
 
 from meshmend import Mesh
 from meshmend.errors import DeadlockError
-from meshmend.routing import Routes, Trace, deadlock, detour, dimension_order, prove, require_deadlock_free
+from meshmend.routing import Routes, Trace, deadlock, detour, prove, require_deadlock_free
 from meshmend.routing.deadlock import Dependencies, find_levels
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from route_checks import check_proof, hops_of, shortest_lengths, walk_all_pairs
+from route_checks import check_proof, dimension_order, hops_of, shortest_lengths, walk_all_pairs
 
 from meshmend import Mesh, Region
-from meshmend.routing import Routes, detour, dimension_order
+from meshmend.routing import Routes, detour
 from meshmend.topology import all_placements
 from strategies import battered_meshes, meshes
 

@@ -5,11 +5,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from route_checks import check_proof, hops_of, live_graph, walk_all_pairs
+from route_checks import check_proof, dimension_order, hops_of, live_graph, walk_all_pairs
 
 from meshmend import Mesh
 from meshmend.errors import Coordinate
-from meshmend.routing import dimension_order
 from strategies import meshes
 
 

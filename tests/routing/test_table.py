@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from route_checks import dimension_order
 
 from meshmend import Mesh
 from meshmend.errors import MeshError, RoutingError
-from meshmend.routing import detour, dimension_order
+from meshmend.routing import detour
 
 
 def test_a_way_round_the_hole() -> None:

@@ -57,6 +57,7 @@ def test_the_pages_job_goes_on_with_three_when_one_of_the_four_is_killed(tmp_pat
     assert int(steps) > 15 * 1000 // 100  # steps of three chips use fewer samples than those of four
 
 
+@pytest.mark.slow  # sixteen processes; the test above loses one of four, and test_goodput has accounts of quorums
 def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "30", "--no-view", "--figure", str(tmp_path / "loss.svg")]
     command += ["--shared", str(tmp_path / "shared")]

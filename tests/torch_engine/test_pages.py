@@ -1,4 +1,4 @@
-"""The page that needs torch, each block alone, as its reader would run it."""
+"""The pages that need torch, each block alone, as its reader would run it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from pages import ROOT, Block, read, run
 
-BLOCKS = [block for block in read(ROOT / "docs/torch.md") if block.kind != "text" and not block.needs_lab]
+PAGES = ("docs/torch.md", "docs/torch_engine.md", "docs/api/meshmend.torch.md")
+BLOCKS = [block for page in PAGES for block in read(ROOT / page) if block.kind != "text" and not block.needs_lab]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+LOSS = (ROOT / "docs/loss.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HOME = (ROOT / "docs/index.md").read_text(encoding="utf-8")
 PLAIN, SURVIVING = (
@@ -62,14 +63,14 @@ def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> N
 
 def test_the_recipe_for_nnx_with_dropout_trains(tmp_path: Path) -> None:
     pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
-    (script,) = re.findall(r"```python\n(import flax\.nnx.*?)```", PAGE, re.DOTALL)
+    (script,) = re.findall(r"```python\n(import flax\.nnx.*?)```", LOSS, re.DOTALL)
     ((number, loss, chips),) = run(script, tmp_path / "nnx")
     assert (number, chips) == (20, 8)
     assert loss < 4  # from the variance of a sum of eight, 8
 
 
 def test_the_recipe_for_running_statistics_is_the_same_on_any_chips(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n((?:(?!```).)*?shared=\"statistics\".*?)```", PAGE, re.DOTALL)
+    (script,) = re.findall(r"```python\n((?:(?!```).)*?shared=\"statistics\".*?)```", LOSS, re.DOTALL)
     found = {}
     for chips in (1, 8):
         (text, n_changed) = re.subn(r'"jax_num_cpu_devices", 8', f'"jax_num_cpu_devices", {chips}', script)

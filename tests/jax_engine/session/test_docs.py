@@ -1,4 +1,4 @@
-"""The script in docs/jobs.md runs as it stands, and a second start goes on where the first one stopped."""
+"""The script in docs/recovery.md runs as it stands, and a second start goes on where the first one stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUND = {"number": 1, "hosts": [0], "process": 0}
 
 
 def test_the_script_trains_and_goes_on(tmp_path: Path) -> None:
-    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
     (script,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "CompileAhead" in one)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
     meshmend run … -m meshmend_lab.bench.trainee job.json
 
-It is the complete script of docs/jobs.md with a few switches, so that the campaign can switch off one aid at a time.
+It is the complete script of docs/recovery.md with a few switches, so that a campaign can switch off one aid at a time.
 """
 
 from __future__ import annotations

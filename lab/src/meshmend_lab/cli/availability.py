@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import print_json
+from meshmend.cli.common import check_output, print_json
 from meshmend.cli.options import (
     CableRateOption,
     HoleOptions,
@@ -18,7 +18,6 @@ from meshmend.cli.options import (
     hardware_option,
     option,
 )
-from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
 from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_seconds

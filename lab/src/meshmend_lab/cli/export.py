@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import mesh_facts, print_result, without_devices
+from meshmend.cli.common import check_folder, mesh_facts, print_result, without_devices
 from meshmend.cli.options import (
     HardwareOption,
     HoleOptions,
@@ -21,7 +21,6 @@ from meshmend.cli.options import (
     load_plan,
     tuned_planner,
 )
-from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import working
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import format_bytes, parse_bytes

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import mesh_facts, print_result
+from meshmend.cli.common import check_output, mesh_facts, print_result
 from meshmend.cli.options import JsonOption
-from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain
 from meshmend.cost.units import format_bytes
 from meshmend_lab.paper.drawing import draw_paper_figure

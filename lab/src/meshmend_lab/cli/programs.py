@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import print_result
+from meshmend.cli.common import check_output, print_result
 from meshmend.cli.options import IntendedOption, JsonOption
-from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, working
 from meshmend.machines import read_machine
 from meshmend.schedule.serialize import load

@@ -33,7 +33,7 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.lanes import Lowered, lower, stays_folded
 from meshmend.schedule.serialize import MAX_BYTES, open_regular, read_npz, save
 from meshmend.schedule.verify import Proof, verify
-from meshmend_lab.export.bystanders import with_bystanders
+from meshmend_lab.export.bystanders import inputs_of, with_bystanders
 
 __all__ = ["Artefact", "read_artefact"]
 
@@ -103,7 +103,7 @@ class DeviceTables:
     @property
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The tables by the names of their files, in the order in which the program takes them."""
-        return {f"{name}.npy": table for name, table in self.lowered.inputs.items()}
+        return {f"{name}.npy": table for name, table in inputs_of(self.lowered).items()}
 
 
 @dataclass(frozen=True)

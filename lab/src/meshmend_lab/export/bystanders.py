@@ -50,3 +50,12 @@ def with_bystanders(lowered: Lowered, places: Sequence[int] | Sequence[Sequence[
     )
     owned = tuple(map(tuple, spread(lowered.owned, shape.total_chunks).tolist()))
     return Lowered(replace(shape, lanes=tuple(loop.lanes for loop in loops), owned=owned), loops)
+
+
+def inputs_of(lowered: Lowered) -> dict[str, NDArray[np.generic]]:
+    """Return the tables that a program reads, in its order, by name; each has one row per device."""
+    found: dict[str, NDArray[np.generic]] = {}
+    for i, loop in enumerate(lowered.loops):
+        found |= {f"table_{i}_send": loop.send, f"table_{i}_receive": loop.receive}
+        found |= {f"table_{i}_ops": loop.ops} if loop.reads_ops else {}
+    return found

@@ -30,7 +30,7 @@ from meshmend.extras import require
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.lanes import Lowered, lower
 from meshmend.schedule.verify import ensure_proven
-from meshmend_lab.export.bystanders import with_bystanders
+from meshmend_lab.export.bystanders import inputs_of, with_bystanders
 
 if TYPE_CHECKING:
     import jax
@@ -103,7 +103,7 @@ def over_ranks(schedule: Schedule, ranks: Sequence[int] | Sequence[Sequence[int]
 
 def part_of(lowered: Lowered, rank: int, op: Op, device: torch.device | str) -> RankPart:
     """Return a rank's part: its own rows of the tables, on its device, and the op that runs all ranks' together."""
-    rows = tuple(torch.from_numpy(table[rank : rank + 1].copy()).to(device) for table in lowered.inputs.values())
+    rows = tuple(torch.from_numpy(table[rank : rank + 1].copy()).to(device) for table in inputs_of(lowered).values())
     takes_part = {end for loop in lowered.loops for lane in loop.lanes for pair in lane.pairs for end in pair}
     return RankPart(op, rows, lowered.shape.n_chips, bool(takes_part) and rank not in takes_part)
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.hardware import write_hardware
 from meshmend.files import write_whole
-from meshmend.machines.own import facts_of
-from meshmend.topology import Mesh
+from meshmend.machines.own import MARK, VERSION
+from meshmend.topology import Mesh, name_cable, name_shape
 from meshmend_lab.mesh.delay import delay_seconds
 
 MACHINE, HARDWARE = "machine.json", "hardware.json"
@@ -25,6 +27,22 @@ def write_machine(folder: Path, mesh: Mesh, hardware: Hardware) -> None:
     folder.mkdir(mode=0o755, exist_ok=True)
     write_hardware(hardware, folder / HARDWARE, {"mesh": str(mesh)})
     write_whole(folder / MACHINE, json.dumps(facts_of(mesh, HARDWARE), indent=1) + "\n")
+
+
+def facts_of(mesh: Mesh, hardware: str | None = None) -> Mapping[str, Any]:
+    """Return the description of a mesh, as what JSON can write and `meshmend machine` reads.
+
+    >>> facts_of(Mesh("2x2", wrap=[False, True], cable_rates={"0,0-1,0": "1/2"}), "tpu-v4")["rates"]
+    {'0,0-1,0': '1/2'}
+    """
+    axes = [str(axis) for axis, wraps in enumerate(mesh.wrap) if wraps]
+    return {
+        MARK: VERSION,
+        "shape": name_shape(mesh.shape),
+        "wrap": ",".join(axes) or "none",
+        "failed": [*map(str, mesh.holes), *map(name_cable, mesh.failed_cables)],
+        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.whole.cable_rates.items()},
+    } | ({} if hardware is None else {"hardware": hardware})
 
 
 def hardware_of(rate: str, rate_bytes_per_s: float, delay: str | None = None) -> Hardware:

@@ -1,7 +1,7 @@
 """An all-reduce as an engine of the machine needs it: per chip and step, what goes where and what to do on arrival.
 
 Chips are named as the machine's runtime names them, by device number, and neighbours also by their Ethernet direction
-and channels. The form is JSON, described by `chip_programs.schema.json` beside this file and by docs/where.md; who runs
+and channels. The form is JSON, described by `chip_programs.schema.json` here and docs/tenstorrent.md; who runs
 it needs nothing of meshmend.
 """
 
