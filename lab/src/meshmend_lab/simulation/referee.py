@@ -238,8 +238,11 @@ class Referee:
         if worker is not None and worker.training.is_finishing and worker.training.saved_step == copy.key[1]:
             return  # the last step was on disk when it looked; that the disk has lost it since, nobody can know
         pinned = worker.holdings.memory.pinned if worker is not None and worker.holdings is not None else ()
-        if sum(one.key[1] not in pinned for one in self.job.memories[host].values()) > 2:
+        kept = self.job.memories[host].values()
+        if sum(one.key[1] not in pinned for one in kept) > 2:
             return  # several starts in a row have ended before their first copy was complete: only so many stay
+        if any(one.key < copy.key for one in kept) and sum(one.key > copy.key for one in kept) >= 2:
+            return  # the same: the oldest stays, and with the copy that is now written three newer ones
         newest = self.newest.key if self.newest is not None else (0, 0)
         on_disk = max((one.key for one in self.job.disk.checkpoints.values()), default=(0, 0))
         if max(newest, on_disk, self.saved) <= copy.key and copy.key not in (on_disk, self.saved):
