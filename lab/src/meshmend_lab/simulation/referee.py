@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meshmend.errors import TransientError
 from meshmend.launch.member import Assignment
 from meshmend.launch.membership import ASK_S, JobPhase, Membership, Message
 from meshmend_lab.simulation.network import TO_HOST, Wire
@@ -340,8 +341,8 @@ class Referee:
 
     def on_judged(self, training: Training, answer: Any, error: Exception | None) -> None:
         """Judge process 0's answer: it may begin anew, wait or give up only where nothing can be restored."""
-        if error is None and answer["do"] not in ("start", "wait"):
-            return
+        if isinstance(error, TransientError) or (error is None and answer["do"] not in ("start", "wait")):
+            return  # the next round tries again, or this one goes on
         if error is None and answer["do"] == "start" and (traces := self._traces(training)):
             self._violated(
                 "begins at 0", f"round {training.number} begins at step 0, and there are traces of {traces[-3:]}"

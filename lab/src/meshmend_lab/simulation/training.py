@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from meshmend_lab.simulation.job import SimulatedJob
 
 DISK_TIMEOUT_S = 30.0
+JOIN_S = 300.0
+"""How long JAX waits for all processes of a job (`initialization_timeout`)."""
 
 
 class SimulatedWorker(Actor):
@@ -203,6 +205,12 @@ class Training:
         self._reach(worker, self.job.start_s() * self.job.slowness(worker.host.number), self._joined)
         if self._is_broken:
             worker.after(5.0 + self.queue.rng.random() * 60.0, worker.fail, "transient", "a peer has never come")
+        worker.after(JOIN_S, self._expect_all, worker)
+
+    def _expect_all(self, worker: SimulatedWorker) -> None:
+        """Have a worker give up whose peers have not all started."""
+        if self._n_joined < len(self.hosts):
+            worker.fail("transient", "a peer has never come")
 
     def _reach(self, worker: SimulatedWorker, seconds: float, do: Any, *args: Any) -> None:
         """Have a worker do something when its message has passed: later, if its host is cut off."""
