@@ -130,10 +130,10 @@ class QuarantineList:
         hosts: ChipsOfHosts | None = None,
         n_chips: int | None = None,
     ) -> Quarantined:
-        """Quarantine a suspect, and return its entry. Of an earlier one, the later end counts, and a person's word.
+        """Quarantine a suspect, and return its entry. With an earlier one, the later end counts, and a person's word.
 
-        What the job adds (`by=THE_JOB`) is limited to a share of the machine, which `hosts` describes, or else
-        `n_chips`; past it, `QuarantineError`. What was added by hand does not count.
+        Entries of the job (`by=THE_JOB`) are limited to a share of the machine, which `hosts` describes, or else
+        `n_chips`; past it, `QuarantineError`. Entries by hand do not count.
         """
         if not 0 < for_s <= FOREVER_S:
             raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")
