@@ -212,8 +212,8 @@ def _ignores_dtypes(
 
 def _by_layer() -> ParameterError:
     return ParameterError(
-        "This optimizer treats layers differently: by a mask, by labels as in optax.partition, by name, ndim, shape "
-        "or dtype. But a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
+        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
         f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
     )
 
