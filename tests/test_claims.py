@@ -39,6 +39,8 @@ def test_the_status_is_on_the_first_screen() -> None:
     assert re.search(r"has never run on\*\* \| \*\*an accelerator, or a cluster", begin)
     assert "comes up whole or not at all" in begin
     assert "```" not in begin
+    home = (DOCS / "index.md").read_text(encoding="utf-8").partition("```")[0]
+    assert "Alpha: [no accelerator](where.md) has run it yet." in home
 
 
 def test_the_readme_is_in_the_order_of_its_readers() -> None:
