@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from page_blocks import BLOCKS, PAGES
 from pages import ROOT, Block, read, run
 
 
@@ -18,10 +19,8 @@ def run_all(page: Path) -> None:
         run(block)
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # These need torch, and are run by the tests of it; what needs the laboratory is run by lab/tests/test_pages.py.
 WITH_TORCH = {"torch.md", "torch_engine.md", "meshmend.torch.md"}
-BLOCKS = [block for page in PAGES for block in read(page)]
 HERE = [
     block
     for block in BLOCKS

@@ -7,39 +7,20 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import re
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
 import meshmend
+from public_names import PUBLIC, SOURCE, names_in
 
-SOURCE = Path(meshmend.__file__).parent
 NEEDS = {"meshmend.jax": ("jax", "optax"), "meshmend.torch": ("torch", "torchft")}
-CONTRIBUTING = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PUBLIC = re.findall(
-    r"`(meshmend[\w.]*)`", CONTRIBUTING.split("## What is public")[1].partition("Every other module")[0]
-)
 
 
 def is_installed(name: str) -> bool:
     """Whether the extras that a public module needs are here."""
     needed = [extra for prefix, extras in NEEDS.items() if f"{name}.".startswith(f"{prefix}.") for extra in extras]
     return all(importlib.util.find_spec(extra) is not None for extra in needed)
-
-
-def names_in(path: Path) -> list[str] | None:
-    """What a file's `__all__` lists, read without running it."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            assert isinstance(node, ast.Assign | ast.AnnAssign)
-            assert node.value is not None
-            return list(ast.literal_eval(node.value))
-    return None
 
 
 def test_the_public_surface_is_small() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pages import ROOT, read
-from test_public_names import PUBLIC, SOURCE, names_in
+from public_names import PUBLIC, SOURCE, names_in
 
 DOCS = ROOT / "docs"
 NAMES = runpy.run_path(str(DOCS / "names.py"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli.test_failures import CUT, check, run
+from cli.failures import CUT, check, run
 from commandline import commands
 from meshmend import Mesh, plan, save
 from meshmend_lab.cli import app

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from namespaces import needs_lab
+from page_blocks import BLOCKS
 from pages import Block, run
-from test_namespaces import needs_lab
-from test_pages import BLOCKS
 
 HERE = [
     pytest.param(block, id=block.name, marks=[pytest.mark.slow] * block.slow + [needs_lab] * ("sudo " in block.body))

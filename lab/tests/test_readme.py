@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import meshmend_lab.tenstorrent
 import table
 from meshmend_lab.cli import app
-from test_readme import ON_ITS_PAGE_ONLY, README, goodputs_said, rows
+from readme import ON_ITS_PAGE_ONLY, README, goodputs_said, rows
 
 MEASURED = Path(meshmend_lab.tenstorrent.__file__).with_name("ttnn_meshes.json")
 

@@ -17,20 +17,17 @@ from typing import Any
 
 import pytest
 from rich.text import Text
-from typer.testing import CliRunner
 
+from cli.failures import CUT, check, run
 from commandline import commands
 from forged_plans import forge
 from meshmend import Collective, Mesh, Op, load, plan, save
-from meshmend.cli import app, common, terminal
+from meshmend.cli import common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
 from meshmend.errors import MeshmendError
 from meshmend.schedule.split import reduce_scatter_of
 from pages import ROOT
-
-CUT = ("--fail", "1x4@1,0")
-"""Cuts 4x4 in two."""
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J[/bold][red]\nproof  ✓ proven\u202e$\\frac$"
 
@@ -123,25 +120,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
         "--metrics serves as long as the job is watched",
     ),
 ]
-
-
-def run(words: list[str]) -> tuple[int, str, str]:
-    """Run a command in this process; an exception that nobody expected is a failure of the test, with its traceback."""
-    result = CliRunner().invoke(app, words)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def check(words: list[str], message: str, code: int = 1) -> None:
-    """The contract: a line for people, and one object for programs."""
-    got, out, err = run([*words, "--json"])
-    assert got == code, err
-    assert re.fullmatch(r"Error: [^\n]+\n", err), err
-    assert message in err
-    facts = json.loads(out)
-    assert facts.keys() == {"error", "message"}
-    assert plain(facts["message"]) == err.removeprefix("Error: ").rstrip("\n")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,34 +9,11 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.slices import FakeTpu, slice_of
 from meshmend.cost import PRESETS
 from meshmend.errors import MachineError, MeshError
 from meshmend.machines import read_machine
 from meshmend.machines.machine import through_xla
-
-
-@dataclass(frozen=True)
-class FakeTpu:
-    """As much of a TPU device as `discover` looks at."""
-
-    coords: tuple[int, ...]
-    core_on_chip: int = 0
-    device_kind: str = "TPU v3"
-    platform: str = "tpu"
-
-
-def slice_of(
-    shape: tuple[int, ...], *, cores: int = 1, at: tuple[int, ...] = (0, 0, 0), kind: str = "TPU v3"
-) -> list[FakeTpu]:
-    """Devices in JAX's order, x fastest, at an offset in the pod; coordinates have three axes always."""
-    x, y, z = (*shape, 1)[:3]
-    return [
-        FakeTpu((i + at[0], j + at[1], k + at[2]), core, kind)
-        for k in range(z)
-        for j in range(y)
-        for i in range(x)
-        for core in range(cores)
-    ]
 
 
 def coords_in_order(fabric: mmj.Fabric) -> list[tuple[int, ...]]:

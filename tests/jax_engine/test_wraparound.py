@@ -9,7 +9,7 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine.test_fabric import slice_of
+from jax_engine.slices import slice_of
 from meshmend.jax.engine.fabric import HARDWARE
 from meshmend.machines.wiring import WIRING, documented_axes
 

@@ -25,9 +25,9 @@ from typing import Any
 import pytest
 import yaml
 
-from jax_restart.test_run import environment
-from launch.test_operate import FOLDER, ask, needs_prometheus
-from launch.test_quarantine import signs_against
+from jax_restart.command import environment
+from launch.observations import signs_against
+from launch.prometheus import FOLDER, ask, needs_prometheus
 from meshmend.errors import QuarantineError
 from meshmend.launch import Hosts
 from meshmend.launch.processes import die_with_parent, free_port, kill_tree

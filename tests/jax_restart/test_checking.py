@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_restart.test_run import ROOT, events_of, meshmend
+from jax_restart.command import ROOT, events_of, meshmend
 from meshmend.quarantine import QuarantineList, Suspect
 
 SCRIPT = ROOT / "examples/jax/lying_chip.py"

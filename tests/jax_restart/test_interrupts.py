@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from jax_restart.test_transcript import environment, job_on_screen, matches, run, write
+from jax_restart.on_screen import environment, job_on_screen, matches, run, write
 from meshmend.launch.agent import SAVE_S
 from meshmend.launch.processes import children
 from meshmend.launch.timeline import read_timeline, timeline_of

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_restart.command import runs
 from meshmend.launch.processes import children
 from waiting import until
 
@@ -32,13 +33,6 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
     until(lambda: not any(runs(pid) for pid in alive), timeout_s=10)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_restart.test_run import SCRIPT, events_of, meshmend
+from jax_restart.command import SCRIPT, events_of, meshmend
 from meshmend.launch.timeline import read_timeline
 from meshmend.quarantine import QuarantineList, Suspect
 

@@ -12,10 +12,11 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from jax_restart.held import Held, held
 from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.processes import children
 from meshmend.launch.timeline import read_timeline, timeline_of
@@ -32,7 +33,7 @@ import json, os, time
 import jax.numpy as jnp, numpy as np, optax
 import meshmend.jax as mmj
 from jax._src import distributed
-from jax_restart.test_soak import held, keys_of
+from jax_restart.held import held, keys_of
 
 host, shared = os.environ["MESHMEND_HOST"], os.environ["MESHMEND_SHARED"]
 job = mmj.Job(global_batch=12, disk_every={DISK_EVERY}, hardware="cpu-xla", memory_every=1, compile_ahead=False)
@@ -51,41 +52,6 @@ assert np.allclose(job.params, -{STEPS} * 12 // {SAMPLES}, atol=1e-2), job.param
 
 Nothing is compiled ahead: how far that has come after so many steps depends on how busy the machine is.
 """
-
-
-class Held(NamedTuple):
-    """What a process holds, by the kernel's account."""
-
-    threads: int
-    descriptors: int
-    megabytes: float
-    """Memory of its own, in 2²⁰ bytes: not what files or shared memory are mapped to."""
-
-
-def held(pid: int) -> Held:
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    megabytes = int(lines["RssAnon"].split()[0]) / 1024
-    return Held(int(lines["Threads"]), len(list(Path(f"/proc/{pid}/fd").iterdir())), megabytes)
-
-
-def keys_of(state: Any) -> Any:
-    """Return what lists the keys of JAX's coordinator, under all names that this process has ever set."""
-    client, names = state.client, {"meshmend"}
-
-    class Recorded:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(client, name)
-
-        def key_value_set(self, key: str, value: str, **more: Any) -> None:
-            names.add(key.split("/")[0])
-            client.key_value_set(key, value, **more)
-
-        def key_value_set_bytes(self, key: str, value: bytes, **more: Any) -> None:
-            names.add(key.split("/")[0])
-            client.key_value_set_bytes(key, value, **more)
-
-    state.client = Recorded()
-    return lambda: [key for name in sorted(names) for key, _ in client.key_value_dir_get(name)]
 
 
 def name_of(pid: int, launcher: int) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from launch.test_store import JOB, SECRET, Serving, connected, joined, lone_host, running
+from launch.serving import JOB, SECRET, Serving, connected, joined, lone_host, running
 from meshmend.errors import LaunchError
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import (
@@ -34,12 +34,6 @@ from meshmend.launch.messages import (
 )
 from meshmend.launch.processes import free_port, raise_file_limit
 from meshmend.launch.store import Store
-
-
-@pytest.fixture
-def serving() -> Iterator[Serving]:
-    with Serving() as one:
-        yield one
 
 
 def knock(port: int) -> socket.socket:

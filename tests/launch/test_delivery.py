@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launch.test_goodput import lived_through
-from launch.test_store import Serving, joined
+from launch.made_up_jobs import lived_through
+from launch.serving import Serving, joined
 from meshmend.launch import delivery
 from meshmend.launch.agent_log import AgentLog
 from meshmend.launch.delivery import KEPT_BYTES, MAX_PENDING, Inbox, Outbox

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from launch.test_membership import CLAIM, Job, running
+from launch.simulated_job import CLAIM, Job, running
 from meshmend.launch.membership import Message
 
 

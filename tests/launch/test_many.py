@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.test_membership import Job, running
+from launch.simulated_job import Job, running
 from meshmend.launch.messages import MAX_HELLO_BYTES, AuthenticatedChannel, pack, pack_hosts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launch.test_goodput import MadeUpJob, lived_through
+from launch.made_up_jobs import everything, lived_through, write
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, HostHistory
 from meshmend.launch.metrics import JobMetrics, serve_metrics
@@ -23,15 +23,6 @@ from meshmend.launch.watching import Watch
 from timelines import read_account
 
 prometheus = pytest.importorskip("prometheus_client.parser")
-
-
-def write(job: MadeUpJob, folder: Path) -> list[Path]:
-    """Write a job's timelines, as its hosts would."""
-    paths = [folder / "timeline" / f"host-{host}.jsonl" for host in range(job.n_hosts)]
-    for path, events in zip(paths, job.events, strict=True):
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return paths
 
 
 def scrape(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -65,16 +56,6 @@ def test_metrics_are_those_of_the_account(seed: int, tmp_path: Path) -> None:
         assert found["meshmend_recovery_seconds_count", (("stage", stage),)] == job.round - 1
     everything = found["meshmend_recovery_seconds_sum", (("stage", "total"),)]
     assert everything == pytest.approx(sum(one.total_s for one in account.recoveries))
-
-
-def everything(folder: Path) -> list[Any]:
-    """Return the metrics of a job that has all of them."""
-    job = lived_through(0)
-    for events in job.events:
-        events.append({"at": job.now, "event": "saved", "step": 1})
-        events.append({"at": job.now, "event": "round", "least": 2, "most": 4})
-    write(job, folder)
-    return list(JobMetrics(folder).collect())
 
 
 def test_the_page_names_every_metric(tmp_path: Path) -> None:

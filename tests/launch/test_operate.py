@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from launch.test_goodput import lived_through
-from launch.test_metrics import everything, write
+from launch.made_up_jobs import everything, lived_through, write
+from launch.prometheus import FOLDER, ask, needs_prometheus
 from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.processes import die_with_parent, free_port
 from timelines import read_account
 
 pytest.importorskip("prometheus_client")
-
-FOLDER = Path(__file__).parents[2] / "examples/operate"
-needs_prometheus = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"
-)
 
 
 @pytest.mark.parametrize("name", ["alerts.yml", "alerts_test.yml", "dashboard.json"])
@@ -78,13 +67,6 @@ def test_the_commands_of_the_runbook_run(tmp_path: Path) -> None:
         words = command.replace("meshmend ", f"{sys.executable} -m meshmend ", 1) if command[0] == "m" else command
         done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, command + done.stdout + done.stderr
-
-
-def ask(port: int, query: str) -> list[dict[str, Any]]:
-    address = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(address, timeout=10) as answer:
-        return list(json.load(answer)["data"]["result"])
-    return []
 
 
 @needs_prometheus

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.test_membership import CLAIM, TABLE, Job, running
+from launch.simulated_job import CLAIM, TABLE, Job, running
 from meshmend.launch.membership import JobPhase, RefusedError
 
 Scenario = Callable[[], Job]

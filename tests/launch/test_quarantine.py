@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.test_goodput import lived_through
-from launch.test_metrics import write
+from launch.made_up_jobs import lived_through, write
+from launch.observations import signs_against
 from meshmend.cli.watch import view
 from meshmend.errors import QuarantineError
 from meshmend.launch import Hosts, Timeline
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.metrics import JobMetrics
 from meshmend.launch.watching import Watch
-from meshmend.quarantine import THE_JOB, Observation, QuarantineList, Suspect, report
+from meshmend.quarantine import THE_JOB, QuarantineList, Suspect, report
 
 pytest.importorskip("prometheus_client")
 HOSTS = Hosts.of("4x4", "2x2")
@@ -94,15 +94,6 @@ def test_metrics_say_that_the_limit_has_stopped_the_job(job: Path) -> None:
     assert gauges(job)["_refused"] == 0
     (job / "fault_log.jsonl").write_text("{\n")
     assert gauges(job) == {"d_chips": 8, "d_cables": 1, "d_by_job": 4}
-
-
-def signs_against(name: str, number: int) -> list[Observation]:
-    """Two separate observations: a replica that differs, and a wrong sum afterwards."""
-    who, step = (Suspect.parse(name),), 10 + 2 * number
-    return [
-        Observation("digest", who, step, "differs", {"agree": 15, "differ": 1, "chunk": 0}),
-        Observation("recompute", who, step + 1, "the sum of chunk 0 is wrong"),
-    ]
 
 
 def test_the_event_is_the_same_whoever_writes_it(job: Path) -> None:

@@ -95,7 +95,7 @@ def tables(lines: list[Line]) -> str:
             markdown(columns, times(lines, "units_1us")),
             "CPU seconds to plan (measured):",
             markdown(["mesh", *PEERS], cpu_seconds(lines)),
-            "What was run:",
+            "The versions:",
             markdown(["", "commit"], commits(lines), n_words=2),
         ]
     )

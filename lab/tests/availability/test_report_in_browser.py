@@ -10,7 +10,7 @@ from selenium import webdriver
 from chromium import read_log, requests
 from meshmend_lab.availability import Assumptions, simulate
 from meshmend_lab.availability.report import write_report
-from test_site import CONTRAST, NARROW, TOO_WIDE, WIDE, browser, show
+from site_pages import CONTRAST, NARROW, TOO_WIDE, WIDE, browser, show
 
 __all__ = ["browser"]
 

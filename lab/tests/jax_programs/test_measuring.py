@@ -14,7 +14,7 @@ import pytest
 
 import meshmend as mm
 from meshmend_lab.mesh import Lab
-from test_namespaces import needs_lab
+from namespaces import needs_lab
 
 
 def measure_in_processes(coordinator: str, prefixes: Sequence[Sequence[str]]) -> list[dict[str, float]]:

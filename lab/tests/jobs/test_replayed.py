@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_restart.test_run import SCRIPT, environment, meshmend
+from jax_restart.command import SCRIPT, environment, meshmend
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jax_restart.test_local_job import runs
+from jax_restart.command import runs
 from meshmend.errors import ParameterError
 from meshmend_lab.bench.restart import Failure, HostKill, Run, campaign
 from meshmend_lab.bench.trainee import TrainingJob

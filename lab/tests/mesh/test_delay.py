@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import time
@@ -21,29 +19,14 @@ from meshmend_lab.mesh import Lab, commands, journal
 from meshmend_lab.mesh import delay as delays
 from meshmend_lab.mesh.commands import Commands
 from meshmend_lab.mesh.journal import Journal
+from namespaces import namespaces, needs_lab, needs_netem, run, send
 from pages import ROOT, read
 from pages import run as run_block
-from test_namespaces import namespaces, needs_lab, run, send
 
 DELAY, DELAY_S = "20ms", 0.02
 LATE_S = 0.03
 """How late the fastest of ten echoes may be on a busy machine: less than a further hop would take."""
 ECHOES = 10
-
-
-def has_netem() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return False
-    probe = f"meshmend-can{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
-        return False
-    wait = "qdisc add dev lo root netem delay 1ms"
-    can = subprocess.run(["tc", "-n", probe, *wait.split()], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-    return can.returncode == 0
-
-
-needs_netem = pytest.mark.skipif(not has_netem(), reason="this kernel has no netem, or this is not root")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -14,69 +13,26 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from meshmend import Mesh
-from meshmend.cli import app
 from meshmend.launch import Chips
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import Lab
 from meshmend_lab.mesh.journal import journal_names
+from namespaces import connect, namespaces, needs_lab, run, send
 from pages import ROOT, run_in
-
-
-def why_no_lab() -> str | None:
-    if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "a lab needs root"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "a lab needs iproute2"
-    probe = f"meshmend-can{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
-        return "this machine does not allow network namespaces"
-    limit = "qdisc add dev lo root tbf rate 1mbit burst 16kb latency 50ms"
-    can = subprocess.run(["tc", "-n", probe, *limit.split()], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-    return "this kernel has no tbf" if can.returncode else None
-
 
 SO_TIMESTAMPNS = 35
 HEADERS = 42
 """Bytes of a datagram's Ethernet, IP and UDP headers."""
-WHY_NOT = why_no_lab()
-needs_lab = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-
-
-def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "-json", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {entry["name"] for entry in json.loads(listed or "[]")}
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab.temporary(Mesh("3x3"), rate="20mbit", name="tests") as made:
         yield made
-
-
-def exchange(chip: tuple[int, ...], lab: Lab, src: tuple[int, ...], dst: tuple[int, ...], size: int) -> float:
-    """Send bytes from src to dst over TCP; both ends return the seconds it took."""
-    if chip == dst:
-        with socket.create_server((lab.address(dst), 5000)) as server:
-            server.settimeout(20)
-            connection, (peer, _) = server.accept()
-            assert peer == lab.address(src)
-            started, left = time.monotonic(), size
-            while left:
-                left -= len(connection.recv(min(left, 65536)))
-            return time.monotonic() - started
-    with connect((lab.address(dst), 5000)) as connection:
-        started = time.monotonic()
-        connection.sendall(bytes(size))
-        return time.monotonic() - started
 
 
 def flow(chip: tuple[int, ...], lab: Lab, size: int) -> float:
@@ -117,22 +73,6 @@ def datagrams(chip: tuple[int, ...], lab: Lab) -> list[tuple[int, float]]:
             seconds, nanoseconds = struct.unpack("qq", stamp)
             arrived.append((len(data) + HEADERS, seconds + nanoseconds / 1e9))
         return arrived
-
-
-def connect(address: tuple[str, int]) -> socket.socket:
-    """Return a connection to what is about to listen there."""
-    for _ in range(500):
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(address, timeout=20)
-        time.sleep(0.02)
-    raise TimeoutError
-
-
-def send(lab: Lab, src: tuple[int, ...], dst: tuple[int, ...], size: int) -> float:
-    with Chips(lab.enter) as chips:
-        for chip in (dst, src):
-            chips.start(chip, exchange, lab, src, dst, size)
-        return float(chips.results(30)[dst])
 
 
 @needs_lab
@@ -216,12 +156,6 @@ def test_a_lab_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="No lab named orphan is up"):
         Lab.find("orphan")
     assert not {name for name in namespaces() if name.startswith("meshmend-orphan-")}
-
-
-def run(*words: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 @needs_lab

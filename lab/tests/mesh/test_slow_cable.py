@@ -21,7 +21,7 @@ from meshmend.launch import Chips
 from meshmend.schedule import Schedule
 from meshmend_lab.mesh import Lab
 from meshmend_lab.mesh.namespaces import INTERFACE
-from test_namespaces import needs_lab
+from namespaces import needs_lab
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402

@@ -24,11 +24,15 @@ from meshmend_lab.simulation.referee import Violation
 
 FIXED = [68, 117, 126, 151, 277, 321, 374, 408, 1796065416]
 """Seeds that have found something, in the product or in the simulation."""
+FIXED_OF_MORE = [1071, 1866, 2221, 2862, 4763, 9388, 9805, 9921]
+"""The same, with 70 faults each."""
 
 
-@pytest.mark.parametrize("seed", FIXED)
-def test_what_a_seed_has_found_stays_mended(seed: int) -> None:
-    outcome = SimulatedJob(draw(seed)).run()
+@pytest.mark.parametrize(
+    ("seed", "n_faults"), [*((seed, 50) for seed in FIXED), *((seed, 70) for seed in FIXED_OF_MORE)]
+)
+def test_what_a_seed_has_found_stays_mended(seed: int, n_faults: int) -> None:
+    outcome = SimulatedJob(draw(seed, n_faults=n_faults)).run()
     assert outcome.violation is None
     assert outcome.over is not None
 

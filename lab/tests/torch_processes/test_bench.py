@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_delay import needs_netem
 from typer.testing import CliRunner
 
 from meshmend.cli import app
-from test_namespaces import needs_lab
+from namespaces import needs_lab, needs_netem
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 

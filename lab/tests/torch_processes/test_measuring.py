@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'meshme
 
 from meshmend import Mesh
 from meshmend_lab.mesh import Lab
-from test_namespaces import needs_lab
+from namespaces import needs_lab
 from torch_engine.test_measuring import run
 
 

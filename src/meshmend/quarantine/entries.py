@@ -5,8 +5,9 @@ that says what to do: a damaged list is never taken for an empty one, since then
 numbers would come back.
 
 An entry stays when it has expired, and one that is cleared ends at that moment. So the list also says which
-observations are settled: those that name a suspect and were noted before its entry ended. They confirm no other
-observation, and do not bring the suspect back. They still say which states are not to be trusted (`untrusted`): these
+observations are settled: those that name a suspect and were noted before its entry expired, or were in the log when it
+was cleared, whatever the clock of who cleared it says. They confirm no other observation, and do not bring the suspect
+back. They still say which states are not to be trusted (`untrusted`): these
 do not become right when a chip is replaced.
 """
 
@@ -57,6 +58,8 @@ class Quarantined:
     """The step of the last observation; 0 if the entry was made by hand."""
     verified: int = 0
     """The last step whose state is known to be good; 0 if none is."""
+    settled: float | None = None
+    """If the entry was cleared: the time of the last observation by then, on the clock of who noted it."""
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
@@ -72,9 +75,11 @@ class Quarantined:
             raise QuarantineError(f"it lacks {error}.") from error
         if not all(isinstance(text, str) and len(text) <= MAX_WHY for text in (suspect, why, by)):
             raise QuarantineError("suspect, why and by are not short texts.")
-        if not all(is_count(number) for number in (*times, *steps)):
-            raise QuarantineError("since, until, step and verified are not numbers.")
-        return cls(Suspect.parse(suspect), why, by, float(times[0]), float(times[1]), int(steps[0]), int(steps[1]))
+        settled = facts.get("settled")
+        if not all(is_count(number) for number in (*times, *steps, settled or 0)):
+            raise QuarantineError("since, until, step, verified and settled are not numbers.")
+        numbers = float(times[0]), float(times[1]), int(steps[0]), int(steps[1])
+        return cls(Suspect.parse(suspect), why, by, *numbers, None if settled is None else float(settled))
 
 
 class QuarantineList:
@@ -175,7 +180,9 @@ class QuarantineList:
                 raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {names}.")
             gone = tuple(entry for suspect, entry in listed.items() if suspect in wanted)
             cleared = [Quarantined(suspect, "cleared", BY_HAND, now, now) for suspect in sorted(wanted - listed.keys())]
-            return self._text([*entries, *(replace(entry, until=now) for entry in gone), *cleared])
+            settled = max((noted.at for noted in FaultLog(self.path.parent).read()), default=0.0)
+            ended = [replace(entry, until=now, settled=settled) for entry in (*gone, *cleared)]
+            return self._text([*entries, *ended])
 
         self._file.change(without_them)
         return gone
@@ -250,7 +257,8 @@ def unsettled(folder: Folder, entries: Iterable[Quarantined]) -> list[LogEntry]:
     """Return the observations in a folder that count: nobody that they name was left out, or cleared, since."""
     until: dict[Suspect, float] = {}
     for entry in entries:
-        until[entry.suspect] = max(entry.until, until.get(entry.suspect, 0.0))
+        ended = entry.until if entry.settled is None else entry.settled
+        until[entry.suspect] = max(ended, until.get(entry.suspect, 0.0))
     noted = FaultLog(folder).read()
     return [one for one in noted if all(one.at > until.get(suspect, -1.0) for suspect in one.observation.suspects)]
 

@@ -160,3 +160,22 @@ if __name__ == "__main__":
     holed = mmj.discover(devices, coords=tiles, shape="4x4", failed=["2x2@0,0"])
     coordination = Coordination(int(sys.argv[2]), 2)
     sys.stdout.write(json.dumps(several_checks(Bench(holed, exchange=coordination.exchange))) + "\n")
+
+
+def by_hand(array: np.ndarray[Any, Any], piece: int) -> list[int]:
+    """Return the digests of an array's pieces, by Python's integers: one word per element up to 32 bits, or several."""
+    size = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
+    words = [int(word) for word in array.ravel().view(f"u{min(size, 4)}")]
+    if array.dtype.kind == "i" and size < 4:
+        words = [int(value) % 2**32 for value in array.ravel()]
+    per_element = len(words) // array.size
+    found = []
+    for start in range(0, len(words), piece * per_element):
+        total = 0
+        for place, word in list(enumerate(words))[start : start + piece * per_element]:
+            mixed = (word + place * 0x9E3779B9) % 2**32
+            mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B % 2**32
+            mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 % 2**32
+            total += mixed ^ mixed >> 16
+        found.append(total % 2**32)
+    return found

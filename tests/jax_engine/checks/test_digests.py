@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.checks.recompute_cases import by_hand
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
 from meshmend.jax.checks.digests import Disagreement, compare_replicas, digest_observations, replica_digests
@@ -33,25 +34,6 @@ def holed(planner: str = "row-pairs") -> tuple[mmj.Fabric, mmj.Program]:
 @cache
 def digest_on(fabric: mmj.Fabric, *shardings: Any) -> Any:
     return jax.jit(lambda params, program: replica_digests(params, program, fabric, shardings=dict(shardings) or None))
-
-
-def by_hand(array: np.ndarray[Any, Any], piece: int) -> list[int]:
-    """Return the digests of an array's pieces, by Python's integers: one word per element up to 32 bits, or several."""
-    size = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
-    words = [int(word) for word in array.ravel().view(f"u{min(size, 4)}")]
-    if array.dtype.kind == "i" and size < 4:
-        words = [int(value) % 2**32 for value in array.ravel()]
-    per_element = len(words) // array.size
-    found = []
-    for start in range(0, len(words), piece * per_element):
-        total = 0
-        for place, word in list(enumerate(words))[start : start + piece * per_element]:
-            mixed = (word + place * 0x9E3779B9) % 2**32
-            mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B % 2**32
-            mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 % 2**32
-            total += mixed ^ mixed >> 16
-        found.append(total % 2**32)
-    return found
 
 
 def with_copy(array: Any, device: int, changed: Any) -> jax.Array:

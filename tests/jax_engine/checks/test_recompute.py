@@ -22,6 +22,7 @@ from jax_engine.checks.recompute_cases import (
     PARAMS,
     Bench,
     binomial_tail,
+    by_hand,
     chip_name,
     fabric_of,
     fault,
@@ -30,7 +31,6 @@ from jax_engine.checks.recompute_cases import (
     simple,
     with_copy,
 )
-from jax_engine.checks.test_digests import by_hand
 from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import Part, Recompute, choose_rows

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
 from meshmend.jax.session import Session, initialize_alone
@@ -83,3 +84,37 @@ def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:
 def assert_same_bits(found: Any, expected: Any) -> None:
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(other).tobytes()
+
+
+LAYERS = {"w": np.random.default_rng(5).normal(size=(3, 5, 5)).astype(np.float32) / 4}
+
+
+ENDS = PARAMS | {"none": np.zeros((0, 4), np.float32)}
+"""With an array that has no elements, as an unused part of a model has."""
+
+
+def layer(w: Any, x: Any) -> Any:
+    return x + jnp.tanh(x @ w["w"])
+
+
+def sharded_loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
+    ends = mmj.fsdp.gather_params(params["ends"], pair)
+    x = mmj.fsdp.scan_layers(layer, params["layers"], jnp.tanh(batch["x"] @ ends["w"]), pair)
+    return (x @ ends["out"] - batch["y"]) ** 2
+
+
+def make(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
+    return {
+        "ends": mmj.fsdp.shard_params(ENDS, fabric, pair),
+        "layers": mmj.fsdp.shard_params(LAYERS, fabric, pair, stacked=True),
+    }
+
+
+FSDP: dict[str, Any] = {"loss": sharded_loss, "params": make, "update": "fsdp"}
+
+
+SHARDINGS = {"w": P(None, "model"), "out": P("model")}
+
+
+SPLIT: dict[str, Any] = {"w": np.concatenate([PARAMS["w"], PARAMS["w"][:, :3]], axis=1), "out": np.ones(8, np.float32)}
+"""Parameters that divide by the chips of a tile."""

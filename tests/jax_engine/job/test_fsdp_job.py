@@ -16,23 +16,21 @@ import meshmend.jax as mmj
 from jax_engine.job.job_cases import (
     BATCH,
     DATASET,
-    PARAMS,
+    ENDS,
+    FSDP,
+    LAYERS,
     alone,
     assert_close,
     assert_same_bits,
+    layer,
+    make,
     plain_training,
+    sharded_loss,
     train,
 )
 from meshmend.errors import ParameterError
 
-LAYERS = {"w": np.random.default_rng(5).normal(size=(3, 5, 5)).astype(np.float32) / 4}
-ENDS = PARAMS | {"none": np.zeros((0, 4), np.float32)}
-"""With an array that has no elements, as an unused part of a model has."""
 WHOLE, HOLED = "2x3", "2x3 minus 0,0"
-
-
-def layer(w: Any, x: Any) -> Any:
-    return x + jnp.tanh(x @ w["w"])
 
 
 def whole_loss(params: Any, batch: Any) -> Any:
@@ -40,22 +38,6 @@ def whole_loss(params: Any, batch: Any) -> Any:
     for number in range(3):
         x = layer({"w": params["layers"]["w"][number]}, x)
     return (x @ params["ends"]["out"] - batch["y"]) ** 2
-
-
-def sharded_loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
-    ends = mmj.fsdp.gather_params(params["ends"], pair)
-    x = mmj.fsdp.scan_layers(layer, params["layers"], jnp.tanh(batch["x"] @ ends["w"]), pair)
-    return (x @ ends["out"] - batch["y"]) ** 2
-
-
-def make(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
-    return {
-        "ends": mmj.fsdp.shard_params(ENDS, fabric, pair),
-        "layers": mmj.fsdp.shard_params(LAYERS, fabric, pair, stacked=True),
-    }
-
-
-FSDP: dict[str, Any] = {"loss": sharded_loss, "params": make, "update": "fsdp"}
 
 
 def job(shared: Path, machine: str, **options: Any) -> mmj.Job:

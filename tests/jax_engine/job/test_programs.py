@@ -13,9 +13,7 @@ import pytest
 import meshmend
 import meshmend.jax as mmj
 from jax_engine.compile.job_programs import recorded_compilations
-from jax_engine.job.job_cases import BATCH, DATASET, PARAMS, alone, loss, train
-from jax_engine.job.test_fsdp_job import FSDP
-from jax_engine.job.test_tiled_job import SHARDINGS, SPLIT
+from jax_engine.job.job_cases import BATCH, DATASET, FSDP, PARAMS, SHARDINGS, SPLIT, alone, loss, train
 from meshmend.errors import RestartError
 from meshmend.launch.signing import FILE_KEY
 

@@ -16,7 +16,8 @@ import meshmend.jax as mmj
 from jax_engine.job.job_cases import (
     BATCH,
     DATASET,
-    PARAMS,
+    SHARDINGS,
+    SPLIT,
     alone,
     assert_close,
     loss,
@@ -26,10 +27,6 @@ from jax_engine.job.job_cases import (
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.session.survivors import fabric_of_hosts
 from meshmend.launch.hosts import Hosts
-
-SHARDINGS = {"w": P(None, "model"), "out": P("model")}
-SPLIT: dict[str, Any] = {"w": np.concatenate([PARAMS["w"], PARAMS["w"][:, :3]], axis=1), "out": np.ones(8, np.float32)}
-"""Parameters that divide by the chips of a tile."""
 
 
 def tiled_job(shared: Path, machine: str, **options: Any) -> mmj.Job:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.session.host_cases import of_hosts
 from meshmend.errors import RestartError
 from meshmend.jax.session import initialize_alone
 from meshmend.jax.session.session import check_hosts, check_preloaded
@@ -133,23 +134,6 @@ def test_everyone_must_describe_one_machine_and_another_host() -> None:
         check_hosts(good[::-1])
     with pytest.raises(RestartError, match="has no chips assigned"):
         check_hosts([*good, {"error": "Process 2 has no chips assigned."}])
-
-
-class Of:
-    """A device of this process, as if it were another one's."""
-
-    def __init__(self, device: Any, process_index: int) -> None:
-        self.device, self.process_index = device, process_index
-
-
-def of_hosts(n_devices: int, per_host: int, monkeypatch: pytest.MonkeyPatch) -> list[Of]:
-    """Devices of this process that `survivors` takes for those of several hosts."""
-
-    def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
-        return mmj.discover([one.device for one in used], **facts)
-
-    monkeypatch.setattr("meshmend.jax.session.survivors.discover", discover)
-    return [Of(device, i // per_host) for i, device in enumerate(jax.devices()[:n_devices])]
 
 
 def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.job.job_cases import assert_same_bits, train
-from jax_engine.session.test_hosts import Of, of_hosts
+from jax_engine.session.host_cases import Of, of_hosts
 from meshmend.errors import QuarantineError, RestartError
 from meshmend.jax.session import Session, initialize_alone
 from meshmend.jax.session.coordination import Coordination

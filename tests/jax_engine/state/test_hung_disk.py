@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step, finish_save
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.disk.orbax import ChunkStore
 
@@ -152,3 +152,30 @@ def until(happened: Any) -> None:
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("what", ["facts", "_read"])
+def test_a_checkpoint_that_hangs_while_it_is_read_is_tried_again_and_no_older_one(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
+) -> None:
+    job = started(tmp_path, memory_every=0, disk_timeout_s=PATIENCE_S)
+    for step in (1, 2):
+        job.keep(step)
+        finish_save(job)
+    job.keeper.close()
+    with monkeypatch.context() as patch:
+        real, n_calls = getattr(Disk, what), 0
+
+        def hung(self: Disk, *given: Any) -> Any:
+            nonlocal n_calls
+            n_calls += 1
+            is_offer = what == "facts" and n_calls <= 2  # of two checkpoints; the disk hangs after these
+            return real(self, *given) if is_offer else back.wait() and real(self, *given)
+
+        patch.setattr(Disk, what, hung)
+        again = Started(memory_every=0, disk=tmp_path / "disk", disk_timeout_s=LIMIT_S)
+        with pytest.raises(TransientError, match=r"step 2 .*no answer within .*goes back to no older one"):
+            again.restore()
+        back.set()
+    third = Started(memory_every=0, disk=tmp_path / "disk")
+    assert_is_step(third, third.restore(), 2)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from protocols import Spoken, run_together
 
@@ -27,6 +27,8 @@ class Host:
     disk: list[tuple[int, int]] = field(default_factory=list)
     unreadable: set[int] = field(default_factory=set)
     """Steps whose checkpoint this host cannot read."""
+    late: bool = False
+    """Whether that is because the disk does not answer."""
     others: dict[str, Any] = field(default_factory=dict)
     """Facts that differ from those of a usual host."""
     needed: set[int] = field(default_factory=set)
@@ -60,7 +62,7 @@ class Host:
         self.taken.append(source["name"])
         if source["kind"] == "disk":
             why = f"step {source['step']} cannot be read" if source["step"] in self.unreadable else ""
-            return {"why": why, "extra": {"position": source["step"]}}
+            return {"why": why, "is_late": self.late and why != "", "extra": {"position": source["step"]}}
         own = self.parts.get((source["attempt"], source["step"]), [])
         found = sorted(self.damaged & {*own} & self.needed)
         self.needed = set()  # it knows by now
@@ -178,6 +180,14 @@ def test_a_checkpoint_that_one_host_cannot_read_is_skipped_by_all() -> None:
     for _, last in spoken.results:
         assert (last["source"]["step"], last["checkpoints"]) == (10, [10])
         assert last["problems"] == ["host 1: step 20 cannot be read"]
+
+
+def test_a_disk_that_does_not_answer_sends_no_job_back_to_an_older_checkpoint() -> None:
+    hosts = [Host(0, disk=[(1, 20), (1, 10)]), Host(1, unreadable={20}, late=True), Host(2)]
+    with pytest.raises(TransientError, match=r"host 1: step 20 cannot be read .*tries again") as raised:
+        job(hosts, 4)
+    assert raised.value.step == 20
+    assert [one.taken for one in hosts] == [["the checkpoint on disk of step 20 (attempt 1)"]] * 3
 
 
 def test_a_new_process_0_asks_one_that_has_a_copy_what_is_in_it() -> None:

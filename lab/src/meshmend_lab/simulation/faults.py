@@ -92,9 +92,16 @@ def _freeze_worker(job: SimulatedJob, fault: Fault) -> bool:
     worker = _worker(job, fault)
     if worker is None:
         return False
+    _excuse_after_the_last_step(job, worker)
     job.freeze(worker, fault.seconds)
     worker.host.look_soon()
     return True
+
+
+def _excuse_after_the_last_step(job: SimulatedJob, worker: SimulatedWorker) -> None:
+    """Allow the job to end with the failure of this worker, where others have finished, or will."""
+    if worker.training.is_finishing:
+        job.excuses.add("a worker failed after the last step")
 
 
 def _cut(job: SimulatedJob, fault: Fault) -> bool:
@@ -224,8 +231,7 @@ def _fail_worker(job: SimulatedJob, fault: Fault) -> bool:
     worker = _worker(job, fault)
     if worker is None:
         return False
-    if worker.training.is_finishing:  # others have finished, or will: then the job ends with this failure
-        job.excuses.add("a worker failed after the last step")
+    _excuse_after_the_last_step(job, worker)
     worker.end((1, -11, 137)[int(fault.chance * 3)])
     return True
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 BATCH = 32
 """Samples of a step."""
+FAILED_BY_ITSELF = {"a worker failed after the last step", "a worker failed in its last moments"}
+"""Excuses for a job that ends as a failure although hosts of its round were lost, too."""
 
 
 class Violation(Exception):  # noqa: N818  # what is violated is an invariant
@@ -147,7 +149,7 @@ class Referee:
         if not ok and "gave up" not in why and "raised an error" not in why:
             # A worker that failed by itself, after another one had finished. The loss of a host would explain it.
             lost = [host for host in membership._fates.hosts if job.died_at.get(host, -1.0) > job.round_at]
-            if lost:
+            if lost and not job.excuses & FAILED_BY_ITSELF:
                 self._violated(
                     "how a job ends", f"it ends as a failure ({why}), and hosts {lost} of its round were lost"
                 )
@@ -220,7 +222,9 @@ class Referee:
 
     def on_written(self, host: int, copy: SimulatedCopy) -> None:
         """Note that a host has written a copy: the step is committed when all of its round have."""
-        commit = self.commits[copy.generation]
+        commit = self.commits.get(copy.generation)
+        if commit is None:
+            return  # fifty copies ago: its host was frozen while it wrote, and its round has ended
         commit.written[host] = self.job.queue.now
         if len(commit.written) == len(commit.hosts) and not commit.is_complete:
             self._complete(commit)
@@ -238,8 +242,11 @@ class Referee:
         if worker is not None and worker.training.is_finishing and worker.training.saved_step == copy.key[1]:
             return  # the last step was on disk when it looked; that the disk has lost it since, nobody can know
         pinned = worker.holdings.memory.pinned if worker is not None and worker.holdings is not None else ()
-        if sum(one.key[1] not in pinned for one in self.job.memories[host].values()) > 2:
+        kept = self.job.memories[host].values()
+        if sum(one.key[1] not in pinned for one in kept) > 2:
             return  # several starts in a row have ended before their first copy was complete: only so many stay
+        if any(one.key < copy.key for one in kept) and sum(one.key > copy.key for one in kept) >= 2:
+            return  # the same: the oldest stays, and with the copy that is now written three newer ones
         newest = self.newest.key if self.newest is not None else (0, 0)
         on_disk = max((one.key for one in self.job.disk.checkpoints.values()), default=(0, 0))
         if max(newest, on_disk, self.saved) <= copy.key and copy.key not in (on_disk, self.saved):
@@ -289,7 +296,14 @@ class Referee:
             for copy in self.job.memories[host].values():
                 about[copy.generation] = copy
                 parts.setdefault(copy.generation, set()).update(copy.parts - copy.damaged)
-        found += [about[name].key for name, has in parts.items() if len(has) == about[name].n_parts]
+        # What a later round has written while messages of this one were late is none of its business.
+        rounds = [*self.job.trainings.values()]
+        later = {one.name for one in rounds[rounds.index(training) + 1 :]} if training in rounds else set()
+        found += [
+            about[name].key
+            for name, has in parts.items()
+            if len(has) == about[name].n_parts and name.partition("/")[0] not in later
+        ]
         if self.job.plan.disk_every and training.disk_answers:
             there = [one for one in self.job.disk.checkpoints.values() if one.checksum in training.offered]
             found += [one.key for one in there if not one.is_damaged]

@@ -120,7 +120,8 @@ class Holdings:
             found = self.job.disk.checkpoints.get(source["step"])
             if found is None or found.is_damaged or self.job.disk.hangs:
                 self.training.disk_answers &= not self.job.disk.hangs
-                return {"why": f"the checkpoint of step {source['step']} is damaged or cannot be read"}
+                why = f"the checkpoint of step {source['step']} is damaged or cannot be read"
+                return {"why": why, "is_late": bool(self.job.disk.hangs)}
             if found.checksum != source["generation"]:
                 return {"why": f"{source['name']} was replaced while it was read"}
             return {"why": "", "extra": {"position": found.position}}

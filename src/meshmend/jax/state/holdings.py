@@ -134,7 +134,7 @@ class Holdings:
         try:
             saved, self._read = self.checkpoints.disk.load(source["step"], self.layout)
         except RestartError as error:
-            return {"why": str(error)}
+            return {"why": str(error), "is_late": isinstance(error.__cause__, TimeoutError)}
         if saved.checksum != source["generation"]:
             return {"why": f"{source['name']} was replaced while it was read"}
         return {"why": "", "extra": saved.facts["extra"]}

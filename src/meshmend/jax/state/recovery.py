@@ -13,6 +13,7 @@ the facts of all processes and says what all of them do next. The questions, and
             take -> send -> go                       the usual case where states are sharded
             take -> take, send -> take               a part is damaged: it comes from another host that has it, or all
                                                      try the state before it
+            take -> an error, and the next round     the disk does not answer: its checkpoint may be whole
     have -> start                                    nothing was ever kept
     have -> wait                                     hosts that are absent have the rest: they may come back
 
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.session.coordination import Facts, Protocol, Question
 from meshmend.jax.state.candidates import Slice, Source, Trust, check_agreement, rank_sources
 from meshmend.launch.hosts import name_hosts
@@ -110,6 +111,12 @@ class StateSearch:
         failed = [(host, one["why"]) for host, one in zip(self.hosts, facts, strict=True) if one["why"]]
         if not failed:
             return {}
+        if any(one.get("is_late") for one in facts):
+            raise TransientError(
+                f"host {failed[0][0]}: {failed[0][1]} The checkpoint may be whole: the job tries again, and goes back "
+                "to no older one.",
+                step=source.step,
+            )
         more = f" (and on {len(failed) - 1} more hosts)" if len(failed) > 1 else ""
         self.problems.append(f"host {failed[0][0]}: {failed[0][1]}{more}")
         if source.kind == "memory":
@@ -200,7 +207,8 @@ class Holder:
     describe: Callable[[Answer], Answer]
     """Given a source's facts."""
     take: Callable[[Answer], Answer]
-    """Given what is taken: read it, and return `why` it failed, what is `damaged`, what it `wants`, and any `extra`."""
+    """Given what is taken: read it, and return `why` it failed, what is `damaged`, what it `wants`, and any `extra`; of
+    a checkpoint, whether the disk `is_late`."""
     send: Callable[[list[list[int]]], Answer]
     """Given part, slice and sender of all that is sent: read what this one sends, and return `why` and `damaged`."""
 

@@ -249,13 +249,15 @@ class Disk:
 
     def load(self, step: int, layout: StateLayout) -> tuple[Saved, Reader]:
         """Read what this process needs of a checkpoint; raise `RestartError` if any of that is not as it was saved."""
-        saved = self.facts(step)
         try:
+            saved = with_timeout(self.timeout_s, self.facts, step)
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
             return saved, with_timeout(seconds, self._read, saved, layout)
         except MissingExtraError:
             raise
         except Exception as error:  # a damaged file makes TensorStore raise almost anything
+            if isinstance(error, RestartError) and error.step is not None:
+                raise
             raise RestartError(
                 f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
                 step=step,

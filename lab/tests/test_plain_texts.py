@@ -8,8 +8,8 @@ import griffe
 
 from meshmend_lab.cli import app
 from pages import ROOT
+from plain_words import EXAMPLES, found, helps, messages
 from prose import sentences_of
-from test_prose import EXAMPLES, found, helps, messages
 
 NAMES = re.findall(r"^::: meshmend_lab\.([\w.]+)$", (ROOT / "docs/lab_reference.md").read_text(encoding="utf-8"), re.M)
 
