@@ -12,10 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-MEASURED = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
-
-
-NUMBERS = MEASURED.partition("\n## The README's numbers\n")[2].partition("\n## ")[0]
+NUMBERS = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

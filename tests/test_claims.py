@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 
 import meshmend as mm
 from meshmend.cost import find_hardware
@@ -38,6 +39,8 @@ def test_the_status_is_on_the_first_screen() -> None:
     assert re.search(r"has never run on\*\* \| \*\*an accelerator, or a cluster", begin)
     assert "comes up whole or not at all" in begin
     assert "```" not in begin
+    home = (DOCS / "index.md").read_text(encoding="utf-8").partition("```")[0]
+    assert "Alpha: [no accelerator](where.md) has run it yet." in home
 
 
 def test_the_readme_is_in_the_order_of_its_readers() -> None:
@@ -170,6 +173,24 @@ def test_two_times_of_a_step_against_plain_jax_are_told_apart() -> None:
 def test_nothing_claims_that_every_number_has_its_command() -> None:
     assert "Every number in these pages" not in page("measured.md")
     assert "Every error says" not in page("start.md")
+
+
+def test_no_page_claims_a_cluster() -> None:
+    assert "a store; no cluster has run it yet" in README
+    assert "No cluster has run this yet" in page("cluster.md")
+    assert "No accelerator and no cluster has run it yet" in page("index.md")
+
+
+def test_the_page_cites_what_the_file_does() -> None:
+    said = dict(re.findall(r"^  (\w+) *= \{+(.*?)\}+,$", (DOCS / "related.md").read_text(encoding="utf-8"), re.M))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert said == {
+        "author": citation["authors"][0]["name"],
+        "title": citation["title"],
+        "version": citation["version"],
+        "year": str(citation["date-released"].year),
+        "license": citation["license"],
+    }
 
 
 def test_the_version_is_the_same_everywhere() -> None:

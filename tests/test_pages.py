@@ -52,6 +52,15 @@ def test_every_page_is_on_the_site() -> None:
     assert [page for page in pages if f" {page}\n" not in site] == []
 
 
+@pytest.mark.parametrize("name", ["contributing.md", "changelog.md"])
+def test_the_links_of_an_included_page_work_on_the_site(name: str) -> None:
+    included = runpy.run_path(str(ROOT / "docs" / "included.py"))["on_page_markdown"]
+    text = included((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(((?!https?:|#)[^)#]+)", text)
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+
+
 def test_what_is_run_elsewhere_is_run_by_a_test_that_is_there() -> None:
     assert [block.name for block in BLOCKS if block.by and not (ROOT / block.by).is_file()] == []
 

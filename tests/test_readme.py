@@ -1,4 +1,4 @@
-"""Every number in the README has a source in docs/measured.md, and the predicted ones are still so.
+"""Every number in the README has a source in docs/numbers.md, and the predicted ones are still so.
 
 That the README's commands run is for test_pages.py.
 """
@@ -23,7 +23,7 @@ def test_every_number_has_a_source() -> None:
     for row in rows():
         text = text.replace(prose(row.phrase), "")
     left = [line.strip() for line in text.splitlines() if re.search(r"\d", line)]
-    assert not left, "docs/measured.md has no row for the numbers in these lines"
+    assert not left, "docs/numbers.md has no row for the numbers in these lines"
 
 
 def test_every_source_is_of_a_number_that_is_there() -> None:

@@ -1,4 +1,4 @@
-"""Draw the plots of docs/measured.md, and write the data that they show.
+"""Draw the plots of docs/measured.md and docs/planners.md, and write the data that they show.
 
 python docs/figures/benchmarks.py           # draws the plots again, from docs/data
 python docs/figures/benchmarks.py --plan    # plans and predicts first, and writes docs/data; about a minute

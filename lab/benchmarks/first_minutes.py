@@ -64,7 +64,7 @@ def first_minutes(folder: Path, *, here: bool) -> dict[str, float]:
             now = time.monotonic()
             if "step 1 is done" in line:
                 found["first_step_s"] = now - started
-            if again := re.search(r"training again .* is done ([\d.]+) s after the loss", line):
+            if again := re.search(r"training again .* is done ([\d.]+) s after the failure", line):
                 found |= {"recovery_s": float(again[1]), "resumed_s": now - began}
     if job.returncode or "resumed_s" not in found:
         raise SystemExit("The job has not resumed: see above.")

@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md: gather against the optimum, against what is split from weave, and over slow cables.
+"""The tables of docs/planners.md: gather against the optimum, against what is split from weave, and over slow cables.
 
 python lab/benchmarks/gather.py               # --chips 64: only small meshes
 """

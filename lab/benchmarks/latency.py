@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md: short payloads by weave and latency, and Swing's distances against the butterfly's.
+"""The tables of docs/planners.md: short payloads by weave and latency, and Swing's distances against the butterfly's.
 
 python lab/benchmarks/latency.py               # --chips 64: only small meshes
 """

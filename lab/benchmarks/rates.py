@@ -1,6 +1,6 @@
 """Slow cables: weave's time over the weighted bound on 16x32 minus 4x2@6,8, and what other ways cost in lock-step.
 
-    python lab/benchmarks/rates.py                 4,096 chunks, as in docs/measured.md
+    python lab/benchmarks/rates.py                 4,096 chunks, as in docs/planners.md
     python lab/benchmarks/rates.py --chips 64 --chunks 256    a quick look, on 8x8 minus 2x2@2,2
 
 Every ratio is a forecast for long payloads on ideal hardware over the bound of the mesh with its slow cables:

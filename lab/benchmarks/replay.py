@@ -238,7 +238,7 @@ def show_replay(folder: Path, found: Replay) -> None:
 
 def _title(folder: Path, job: RecordedJob) -> str:
     lost = sum(one.at_s > 0 and one.away_s != 0 for one in job.failures)
-    hosts = f"{lost} loss{'es' * (lost != 1)} of a host"
+    hosts = f"{lost} failure{'s' * (lost != 1)} of a host"
     return f"{plain(folder)}: {name_shape(job.shape)} in hosts of {name_shape(job.host)}, {job.until_s:,.0f} s, {hosts}"
 
 

@@ -1,6 +1,6 @@
 """Weave's figures: time and busiest link over the bound, steps, seconds to plan and peak memory.
 
-    python lab/benchmarks/weave.py           the meshes of docs/measured.md with 4,096 chunks, and with the default
+    python lab/benchmarks/weave.py           the meshes of docs/planners.md with 4,096 chunks, and with the default
     python lab/benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
     python lab/benchmarks/weave.py --auto    what `auto` plans for long payloads, by budget, and 256×256
     python lab/benchmarks/weave.py --chips 64   only small meshes; with the others, too

@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("availability", "too short", ["4x4", "--days", "0"], "--days 0: expected more than 0"),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
     ("availability", "bad ending", ["4x4", "-o", "a.pdf"], "expected .html or .htm"),
-    ("availability", "name and no page", ["4x4", "--name", "Mine"], "give --output F.html, too"),
+    ("availability", "name and no page", ["4x4", "--name", "Mine"], "give --output F.html as well"),
     ("availability", "no folder", ["4x4", "-o", "nowhere/a.html"], "nothing can be written"),
     ("paper", "bad unit", ["--resnet-compute", "long"], "is not a time"),
     ("figure", "no such figure", ["11", "-o", "a.svg"], "there is no figure 11"),

@@ -251,7 +251,7 @@ class RestartError(MeshmendError, RuntimeError):
 
 
 class TransientError(RestartError):
-    """What ends this process may be gone at the next start: another process is dead or silent, a port is taken."""
+    """The cause may be gone at the next start: another process is dead or silent, a port is taken."""
 
 
 class QuarantineError(MeshmendError, RuntimeError):
@@ -261,8 +261,8 @@ class QuarantineError(MeshmendError, RuntimeError):
 class LostChipError(MeshmendError, RuntimeError):
     """A chip stopped responding during a collective, so this chip's payload is invalid.
 
-    Fields: `chip` (this one), `peer` (the neighbour it was waiting for, which may itself be waiting for the lost
-    chip), `mesh_name`, `why`, and `lost`: the chip that is dead or frozen, None where that is not known.
+    Fields: `chip` is this one, `peer` the neighbour it was waiting for, which may itself be waiting for the lost chip.
+    `lost` is the chip that is dead or frozen, None where that is not known; `mesh_name` and `why` say the rest.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ __all__ = ["Update", "run"]
 
 Number = TypeVar("Number", bound=np.generic)
 Update = Callable[[int, NDArray[Any]], NDArray[Any]]
-"""What an owner does with a complete chunk: from its number and its sum to what every chip ends with."""
+"""The function that an owner applies to a complete chunk: from its number and its sum to what every chip ends with."""
 
 
 def run(

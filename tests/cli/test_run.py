@@ -82,7 +82,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
         ["--local", "4x4", "--host", "2x2", "--domain", "a,b", "file"],
         "--domain is 'a,b', expected a name for each of the 4 hosts, as in a,a,b,b.",
     ),
-    ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR, too"),
+    ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR as well"),
     ("run", "bad metrics", ["--local", "4x4", "--shared", "s", "--metrics", "a:b", "file"], "--metrics is 'a:b'"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),

@@ -37,7 +37,7 @@ def test_schedules_of_trees_are_drawn_as_trees() -> None:
     [
         ("a.jpg", {}, r"a.jpg ends in '.jpg'; a drawing is .svg, .png, .pdf or .html"),
         ("nowhere/a.svg", {}, "there is no directory"),
-        ("a.svg", {"what": "mess"}, "There is no picture 'mess'. What can be drawn: rings, load"),
+        ("a.svg", {"what": "mess"}, "There is no picture 'mess'. Pictures: rings, load"),
         ("a.svg", {"what": "steps"}, r"a.svg cannot show steps: steps go into .html"),
         ("a.html", {"what": "load"}, r"a.html cannot show load: load go into .svg or .png or .pdf"),
         ("a.svg", {"chunks": [1]}, "Chunks can be chosen for trees and steps, not for rings"),

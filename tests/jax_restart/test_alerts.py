@@ -62,7 +62,7 @@ ALERTS = {rule["alert"] for rule in yaml.safe_load((FOLDER / "alerts.yml").read_
 HOST_LOST, NO_STEP, ONE_LOSS, STALE, UNCOVERED, QUARANTINED, LIMIT = (
     "MeshmendHostLost",
     "MeshmendNoStep",
-    "MeshmendOneLossFromWaiting",
+    "MeshmendOneFailureFromWaiting",
     "MeshmendCopiesStale",
     "MeshmendUncoveredLoss",
     "MeshmendChipQuarantined",

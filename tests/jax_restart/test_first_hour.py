@@ -99,12 +99,12 @@ def test_another_scripts_folder(tmp_path: Path) -> None:
 
 
 def pages_in_order(folder: Path) -> list[tuple[str, str, list[str]]]:
-    """Return what README and four pages have a reader type, in that order: the block, a file to save, the words.
+    """Return what README and five pages have a reader type, in that order: the block, a file to save, the words.
 
     A `python` block that makes a `Job` is saved as train.py and run, and so are commands that run a job here.
     """
     found: list[tuple[str, str, list[str]]] = []
-    for page in ("README.md", "docs/start.md", "docs/jobs.md", "docs/loss.md", "docs/tiles.md"):
+    for page in ("README.md", "docs/start.md", "docs/jobs.md", "docs/loss.md", "docs/checkpoints.md", "docs/tiles.md"):
         for block in read(ROOT / page):
             if block.kind == "python" and "mmj.Job(" in block.body:
                 found.append((block.name, block.body, [] if page == "README.md" else ["python", "train.py"]))
@@ -154,7 +154,7 @@ def _shorter(script: str) -> str:
     return script
 
 
-EXPECTED = ["README.md", "start.md", "jobs.md", "jobs.md", *["loss.md"] * 3, "tiles.md"]
+EXPECTED = ["README.md", "start.md", "jobs.md", "jobs.md", "loss.md", "loss.md", "checkpoints.md", "tiles.md"]
 """The README's command; that of the first ten minutes; the script alone and on six hosts; statistics, NNX and the
 checkpoint that Orbax reads; tiles."""
 

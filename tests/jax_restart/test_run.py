@@ -147,7 +147,7 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert "host 1 │ step 30 on 4 chips" not in lines
     told = next(line for line in lines if line.startswith("meshmend │ round 2: training again on 4 chips: "))
     # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
-    found = re.search(r"resumed from step (\d+) \(memory\), step (\d+) is done [\d.]+ s after the loss \(", told)
+    found = re.search(r"resumed from step (\d+) \(memory\), step (\d+) is done [\d.]+ s after the failure \(", told)
     assert found is not None
     assert 4 <= int(found[1]) < int(found[2]) <= int(found[1]) + 1
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8, then 4 chips in \d+ s", lines[-1])

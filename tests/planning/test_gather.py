@@ -125,7 +125,7 @@ def test_near_the_optimum_on_large_meshes_in_seconds(shape: str, hole: str) -> N
     took = time.process_time() - started
     assert ratio(schedule) <= 1.02
     verify(schedule)
-    assert took < 4  # two seconds on a core of its own: docs/measured.md
+    assert took < 4  # two seconds on a core of its own: docs/planners.md
 
 
 def random_survivors(rng: np.random.Generator) -> Mesh:

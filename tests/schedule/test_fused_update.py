@@ -67,8 +67,8 @@ def test_a_line_is_updated_at_its_end() -> None:
     ("changes", "message"),
     [
         # An all-reduce all the same: only the owner is another.
-        ({"owners": [1]}, r"Chunk 0 is not updated at its owner \(0,1\), which has the last REDUCE of it in step 0: "
-         r"chip \(0,0\) ends with a value that is no copy of what the owner has then; its last write there is step"),
+        ({"owners": [1]}, r"Chunk 0 is not updated at its owner \(0,1\), which has the last REDUCE of it in step 0\. "
+         r"Chip \(0,0\) ends with a value that is no copy of what the owner has then; its last write there is step"),
         ({"owners": [0]}, r"its owner \(0,0\), which has the last REDUCE of it in step -1"),
         # The owner's partial sum is sent on, and the rest is added there: the sum is right, but not the owner's.
         (

@@ -180,7 +180,7 @@ def test_the_list_is_read_again_in_each_quorum(tmp_path: Path) -> None:
         return [str(one.message) for one in warned if one.category is UserWarning], str(caught.value)
 
     ((warned, left),) = with_store([(1, 0)], main).values()
-    assert any("What was known before of chips in quarantine still counts" in text for text in warned)
+    assert any("so the one read before still counts" in text for text in warned)
     assert "Chip (1,0) leaves the job: 1,0 is in quarantine" in left
     events = [event["event"] for event in read_timeline(tmp_path / "timeline/host-2.jsonl")]
     assert events[-3:] == ["step", "quarantined", "gave up"]

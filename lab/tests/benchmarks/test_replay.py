@@ -136,5 +136,5 @@ def test_the_script(tmp_path: Path) -> None:
     assert spares["work"] == pytest.approx(100 / 513.5)
     shown = run(str(tmp_path / "job"))
     assert "goodput      89.58 %    90.36 %      +0.9 %" in shown
-    assert "4x4 in hosts of 2x2, 514 s, 3 losses of a host" in shown
+    assert "4x4 in hosts of 2x2, 514 s, 3 failures of a host" in shown
     assert "elastic slices" in shown

@@ -18,7 +18,7 @@ def check_metrics(where: str | None, shared: Folder | None) -> str | None:
     if where is None:
         return None
     if shared is None:
-        raise LaunchError("--metrics reads the job's timelines: give --shared DIR, too.")
+        raise LaunchError("--metrics reads the job's timelines: give --shared DIR as well.")
     refuse_bucket(shared, "--metrics reads the timelines in the store's folder, so give it to `meshmend store`")
     require("prometheus_client", needed_for="--metrics", extra="operate")
     return check_address(where, "--metrics")

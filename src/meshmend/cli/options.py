@@ -147,7 +147,7 @@ class MachineOptions:
         """Return the machine's mesh with further holes, or the mesh of the shape."""
         if self.machine is None:
             if self.intended is not None:
-                raise ParameterError("--intended goes with --machine: give the description of what is there, too.")
+                raise ParameterError("--intended goes with --machine: give the description of what is there as well.")
             if shape is None:
                 raise typer.BadParameter("Missing argument 'SHAPE': give a shape, or --machine FILE")
             return holes.mesh(shape)

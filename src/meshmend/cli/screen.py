@@ -215,7 +215,7 @@ class Screen:
             recovery, step = found
             said = (
                 f"training again on {now.chips} chips: resumed from step {recovery.resumed} ({recovery.source}), step "
-                f"{step} is done {recovery.total_s:.1f} s after the loss{stages_text(recovery.stages_s)}"
+                f"{step} is done {recovery.total_s:.1f} s after the failure{stages_text(recovery.stages_s)}"
             )
         self.say(f"round {now.number}: {said}", "bold green")
         if now.survives and found is None:

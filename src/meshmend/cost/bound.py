@@ -1,16 +1,16 @@
 """Bound: the least time of any collective on a mesh, in units of M/b, and what limits it.
 
 **All-reduce.** Partition the live chips into k parts. For every element some part is the first to hold the full sum. By
-then at least k − 1 messages have crossed between parts to bring the contributions there; each of the other k − 1 parts
+then at least k − 1 messages have crossed between parts to bring the contributions there. Each of the other k − 1 parts
 still lacks the sum and must receive at least one more. So 2(k − 1)·M bytes cross between parts, and the c cables
 between them carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c,
 every chip its own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and
 Nash-Williams): its inverse is the strength of the graph, and `cuts` finds it exactly.
 
-**All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes, and
-its c(T) cables bring it c(T)·b bytes per second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
-branchings reach that spread each share from its owner (Edmonds), so this bound is exact too. A **reduce-scatter** is
-an all-gather backwards in time: what T does not own it must send. A corner alone, with an equal share and two cables,
+**All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes. Its
+c(T) cables bring c(T)·b bytes per second, so the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
+branchings reach that spread each share from its owner (Edmonds), so this bound is exact too. A **reduce-scatter** is an
+all-gather backwards in time: what T does not own it must send. A corner alone, with an equal share and two cables,
 gives (P − 1)/2P.
 
 A cable of rate r carries r·b each way, and counts as r of a cable in all of this.
@@ -25,13 +25,13 @@ are tightest without that limit are tried: the bound is valid, but a tighter one
   holds. So a sum of P contributions takes log₂ P steps at least, rounded up, each of a step's latency and one hop, and
   what the cables carry besides. An all-gather may do with one step, and so may an asynchronous engine, which waits for
   no step to end.
-- *Distance.* What a chip contributes must come to the chip farthest from it. Each hop on its way costs a hop latency,
+- *Distance.* A chip's contribution must come to the chip farthest from it. Each hop on its way costs a hop latency,
   whether it goes in one long step or in many short ones.
 - *The last to leave.* A chip v that lies e hops from the farthest must send all it contributes over its own links.
   Take what leaves it in the last step in which anything leaves it for the first time, and of that a transfer with the
   fewest hops, h. All else that leaves in that step has h hops or more, so the step lasts for h hop latencies and these
-  bytes over v's links, or longer; the steps before it last for the other bytes; and from where it arrives there are
-  e − h hops to go. Together: e hops, and the payload over v's links.
+  bytes over v's links, or longer. The steps before it last for the other bytes, and e − h hops follow. Together: e
+  hops, and the payload over v's links.
 
 Each is a line, seconds + units · M/b, and the highest of them binds.
 """
@@ -92,7 +92,7 @@ class Bound:
     why: str
     is_exact: bool = True
     with_latency: tuple[Line, ...] = ()
-    """What steps and hops cost at least besides, where the bound was asked for `hardware`."""
+    """The least cost of steps and hops besides, where the bound was asked for `hardware`."""
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
         """Return the least time for a payload over links of that rate, by bandwidth alone."""

@@ -42,7 +42,7 @@ class Network(Enum):
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the cost of a schedule depends on, apart from the schedule.
+    """The numbers of a machine that the cost of a schedule depends on.
 
     `link_bytes_per_s` is b, the rate of one link (one direction of a cable). Every step costs `step_latency_s`
     once, and a transfer `hop_latency_s` for each link of its path. `links_at_once` is how many links' worth of
@@ -59,8 +59,8 @@ class Hardware:
     | yes           | None           | `Network.PAIRS`                           | by each chip, for its messages     |
     | yes           | a number       | `Network.CORES`, each at a link's rate    | by the cores, for those of all     |
 
-    With `runs_lanes` a schedule is priced as XLA runs it: each permute of a loop is a message in each of the loop's
-    steps, and moves its bytes whether there is something to send or not (`meshmend.schedule.lanes`).
+    With `runs_lanes` a schedule is priced as XLA runs it (`meshmend.schedule.lanes`). Each permute of a loop is a
+    message in each of the loop's steps, and moves its bytes even where nothing is to be sent.
 
     >>> lab = Hardware("lab", link_bytes_per_s=5e6, step_latency_s=1e-3)
     >>> lab.links_at_once is None
@@ -104,7 +104,7 @@ class Hardware:
 
     @property
     def network(self) -> Network:
-        """What moves the bytes of a step."""
+        """The kind of network: who moves the bytes of a step."""
         if not self.is_switched:
             return Network.CABLES
         return Network.PAIRS if self.shared_cores is None else Network.CORES
@@ -311,7 +311,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 DEFAULT_HARDWARE = "tpu-v3"
-"""What planning and prediction assume by default."""
+"""The hardware that planning and prediction assume by default."""
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
@@ -372,9 +372,9 @@ def _changed(hardware: Hardware, name: str, sources: Mapping[str, str], changes:
 def between_tiles(hardware: str | Hardware, tiling: Tiling) -> Hardware:
     """Return the hardware to plan and predict with on `tiling.tiles`, for a payload that is one chip's shard.
 
-    Corresponding chips of neighbouring tiles all exchange their shards at once, over the same links: a link is
-    shared by as many messages as a tile is long, and each message crosses as many links. The longest way counts for
-    the latency of all. `links_at_once` stays: where a chip runs one permute at a time, it does so here too. Where every
+    Corresponding chips of neighbouring tiles all exchange their shards at once, over the same links. A link is shared
+    by as many messages as a tile is long, and each message crosses as many links. The longest way counts for the
+    latency of all. `links_at_once` stays: where a chip runs one permute at a time, it does so here too. Where every
     pair of chips is one hop apart (`is_switched`), tiles share nothing, and the hardware is what it was.
 
     >>> from meshmend.topology import Mesh, cut_into_tiles

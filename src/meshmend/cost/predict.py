@@ -45,8 +45,8 @@ class BusyLink:
 class Forecast:
     """The result of `predict`.
 
-    `bound_seconds` is the least time that any schedule could take by bandwidth alone (of those with the same owners,
-    for a reduce-scatter or an all-gather), `bound` says what limits it, and `ratio_to_bound` how far this one is.
+    `bound_seconds` is the least time that any schedule could take by bandwidth alone; for a reduce-scatter or an
+    all-gather, any with the same owners. `bound` says what limits it, and `ratio_to_bound` how far this one is.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
     before it to its own end. `least_seconds` is the least time with latency. `gap` sums to `seconds` as well, and says

@@ -25,7 +25,7 @@ MAX_CHIPS = 2**14
 
 @dataclass(frozen=True)
 class Drawing:
-    """What was written."""
+    """The picture that was written."""
 
     path: Path
     what: str
@@ -61,7 +61,7 @@ def draw(
     kind = check_ending(path, (*STILL, PAGE))
     check_size(schedule.mesh)
     if what is not None and what not in WHAT:
-        raise DrawingError(f"There is no picture {what!r}. What can be drawn: {', '.join(WHAT)}.")
+        raise DrawingError(f"There is no picture {what!r}. Pictures: {', '.join(WHAT)}.")
     chosen = what or default_what(schedule, kind)
     if (chosen == "steps") != (kind == PAGE):
         forms = (PAGE,) if chosen == "steps" else STILL

@@ -101,8 +101,8 @@ def check_coordinator(address: str, files: dict[str, str], timeout_s: float) -> 
         why = getattr(error, "verify_message", "") or str(error)
         raise RestartError(
             f"Whoever answers at {address}, where process 0's coordinator should be, does not show that it belongs to "
-            f"this job: {why}. Either it is a stranger, or process 0 does not use certificates: give all hosts the "
-            "same secret, the same JAX, and `cryptography`, or none of them `cryptography`; and look whether their "
+            f"this job: {why}. Either it is a stranger, or process 0 does not use certificates. Give all hosts the "
+            "same secret, the same JAX, and `cryptography`, or none of them `cryptography`. See whether their "
             f"clocks are within {CLOCKS_DAYS:g} day of each other."
         ) from error
     prefix = files["mtls_peer_uri_prefix"]

@@ -177,7 +177,7 @@ class Launch:
     """One process among those that the launcher started. Made by `read_launch`, or by hand.
 
     `coordinator` is "address:port", on the machine of process 0, and empty if jax.distributed.initialize() was called
-    before; `round` is the launcher's, 0 if it counts none; `job` names the job, the same in all of them.
+    before. `round` is the launcher's, 0 if it counts none; `job` names the job, the same in all of them.
     """
 
     coordinator: str
@@ -224,7 +224,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     if "MESHMEND_ROUND" not in env:
         raise RestartError(
             "No launcher is recognised: there is no MESHMEND_ROUND in the environment. Start the script with `meshmend "
-            "run` (under Slurm, Kubernetes or any other launcher, too), or call jax.distributed.initialize() first."
+            "run`, also under Slurm, Kubernetes or any other launcher, or call jax.distributed.initialize() first."
         )
     try:
         found = json.loads(env["MESHMEND_ROUND"])

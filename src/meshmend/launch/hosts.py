@@ -61,7 +61,7 @@ class Hosts:
         if machine is None:
             if shape is None:
                 raise RestartError(
-                    "Of what shape is the machine? Give a shape, as in 8x8, or a file that describes it."
+                    "The shape of the machine is not known. Give a shape, as in 8x8, or a file that describes it."
                 )
             n_axes = Mesh(shape).n_axes
             wraps = parse_wrap(wrap or "none", n_axes, given=f"The axes that wrap are given as {wrap!r},")

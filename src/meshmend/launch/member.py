@@ -179,7 +179,7 @@ class Conversation:
             if not error.retryable or self._n_refusals > MOST_REFUSALS:
                 self.error = LaunchError(f"The store at {self.where} refuses this host: {error}.")
         elif isinstance(error, MessageError):
-            why = f"what answers there refuses this host: {error}"
+            why = f"the server there refuses this host: {error}"
             self._is_challenged = error.code not in FOREIGN
         if self._is_challenged:
             self._began = now  # it is there, and has too much to do

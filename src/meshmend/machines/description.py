@@ -33,9 +33,9 @@ class Chip:
 class Description:
     """The facts of one file.
 
-    `chips` are by a key that stays the same as long as the chip does (its unique id where there is one), `cables` by
+    `chips` are by a key that stays the same as long as the chip does, its unique id where there is one. `cables` are by
     two such keys, with the number of channels that work. `channel_ends` are these channels by their number at either
-    end, where the description has them. `grids` are what the machine may be, None if nothing says so.
+    end, where the description has them. `grids` are the shapes that the machine may have, None if nothing names them.
     With `lists_cables` a cable that is not listed is missing; without, all cables of the grid are there but those that
     are listed as failed or slow.
     """

@@ -26,8 +26,8 @@ class Machine:
     `chips` has the chips that the description names, by coordinate, failed ones included. `notes` says what was
     assumed and what was not understood. `hardware` is the preset that fits.
 
-    `devices` are the numbers by which the machine's runtime knows its live chips, and `channels` the channels of each
-    live cable, by their number at its first and at its second end; both are empty where the description has none.
+    `devices` are the numbers by which the machine's runtime knows its live chips. `channels` are those of each live
+    cable, by their number at its first and at its second end. Both are empty where the description has none.
     """
 
     mesh: Mesh

@@ -135,8 +135,8 @@ class Auto(AutoPlanner):
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
     `mode` is how the engine waits that will run the schedule. In "lock-step", as XLA's loops do, every step costs its
-    latency. An "asynchronous" engine, as PyTorch's, waits for its data alone: then plans leave slack between a chunk's
-    arrival and its being sent on, and links stay busy while latency passes.
+    latency. An "asynchronous" engine, as PyTorch's, waits only for its input data. Plans then leave slack between a
+    chunk's arrival and its being sent on, and links stay busy while latency passes.
 
     Neither payload nor hardware has a default here: who forgets them would run a plan for somebody else's.
 
@@ -185,12 +185,12 @@ class Tuned(AutoPlanner):
 
     @property
     def collective(self) -> Collective:  # type: ignore[override]
-        """What its planner plans."""
+        """The collective that its planner plans."""
         return self.planner.collective
 
     @property
     def is_splittable(self) -> bool:  # type: ignore[override]
-        """What its planner says."""
+        """Whether its planner is splittable."""
         return self.planner.is_splittable
 
     def with_even_owners(self) -> Tuned:

@@ -47,12 +47,12 @@ class Unsupported(Exception):  # noqa: N818  # no error: auto asks every planner
 
 
 class Planner(ABC):
-    """Makes a schedule for a mesh, of an all-reduce unless it says so. Its dataclass fields are its parameters."""
+    """Makes a schedule for a mesh, by default of an all-reduce. Its dataclass fields are its parameters."""
 
     name: ClassVar[str]
-    """What the command line and `plan(planner=…)` call it."""
+    """Its name on the command line and in `plan(planner=…)`."""
     collective: Collective = Collective.ALL_REDUCE
-    """What its schedules promise."""
+    """The collective that its schedules promise."""
     is_splittable: ClassVar[bool] = True
     """Whether the reductions and the copies of its all-reduce are a reduce-scatter and an all-gather, which mirror each
     other: each has half of the steps and of the load."""
@@ -78,7 +78,7 @@ class Planner(ABC):
     def admit(self, mesh: Mesh) -> Self:
         """Return this planner, ready to `make` the schedule of `mesh`; raise `Unsupported` if it cannot serve it.
 
-        What holds for every planner is checked here, and what its own asks.
+        It checks the conditions of every planner, and then those of its own.
         """
         if not mesh.is_connected:
             raise Unsupported(
@@ -109,10 +109,10 @@ class Planner(ABC):
         return (self,)
 
     def slack_variants(self, mesh: Mesh, latency: float, message: float) -> Sequence[Planner]:
-        """Return the same for engines that wait for their data alone, not for the end of each step.
+        """Return the same for engines that wait only for their input data, not for the end of each step.
 
-        `latency` is what passes between a transfer's last byte and its chunk being sent on, and `message` what a chip
-        pays for each that it sends, both in units of M/b.
+        `latency` is the time between a transfer's last byte and its chunk being sent on. `message` is the cost of each
+        message at its sender. Both are in units of M/b.
         """
         return self.variants(mesh, latency + message)
 

@@ -81,7 +81,7 @@ def compare(
     """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, each as `plan` would tune it for the payload.
 
     The schedules are not proven here: nothing runs them. `on_planner` is called before each. `saved` is a schedule of
-    `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners of all-reduces show the
+    `mesh` that comes last, as "saved plan". For a `collective` that is no all-reduce, planners of all-reduces show the
     half that they make on the way.
 
     >>> found = compare(Mesh("4x4"), 1e6, "ideal")

@@ -23,7 +23,7 @@ _DERIVE: dict[Collective, Callable[[Schedule], Schedule]] = {
 @final
 @dataclass(frozen=True)
 class Derived(Planner):
-    """What another planner makes, as another collective: the reductions of its all-reduce, the copies, or all of it.
+    """The work of another planner as another collective: the reductions of its all-reduce, the copies, or all of it.
 
     >>> from meshmend.planning import Hamiltonian
     >>> Derived(Hamiltonian(), Collective.ALL_GATHER).plan(Mesh("4x4"))

@@ -171,7 +171,7 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join]:
     for cable, join in sides:
         if join not in weight:
             raise Unsupported(
-                f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block, and the ring "
+                f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block. The ring "
                 f"leaves a side out only where two live cables join the block to a live one beyond it."
             )
         weight[join] = 1

@@ -25,8 +25,9 @@ PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OT
 """Every planner by its name on the command line."""
 AnyPlanner = TypeVar("AnyPlanner", bound=Planner)
 PlanFunction = Callable[..., Schedule]
-"""What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
-Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
+"""The function that engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what
+is proven. Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs",
+cache=PlanCache())`."""
 TARGET = ("payload_bytes", "hardware", "mode")
 """What a planner's parameters are chosen for."""
 DEFAULT_PAYLOAD_BYTES = 1e8
@@ -48,19 +49,19 @@ def plan(
     `planner` is a name from `PLANNERS`, with its parameters as keywords or in the name ("row-pairs:segments=2"), or a
     planner object. By default it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is
     named takes these two as well, and then chooses those of its parameters that are not given. `mode="asynchronous"` is
-    for engines that wait for their data alone, as PyTorch's does, and not for the end of each step.
-    A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
-    of what they make, and "auto" takes what is faster.
-    `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
-    time, 10 s by default. The work is counted, not timed, so that every host comes to the same plan.
+    for engines that wait only for their input data, as PyTorch's does, and not for the end of each step. A `collective`
+    that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half of what they
+    make, and "auto" takes what is faster. `budget_s` is how many CPU seconds planning may take, about: `auto` and
+    `weave` look for faster plans while there is time, 10 s by default. The work is counted, not timed, so that every
+    host comes to the same plan.
 
-    `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned (one
-    that `meshmend prepare` took its time for comes first), and one that is not is planned, proven and kept. A cache
-    that cannot be used costs a `CacheWarning`, not the plan.
+    `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned; one
+    from `meshmend prepare` comes first. A schedule that is not in it is planned, proven and kept. A cache that cannot
+    be used costs a `CacheWarning`, not the plan.
 
     `neighbours_only=True` is for networks whose routers cannot route around the hole: every transfer is between
-    neighbours, as in all plans of "weave", "hamiltonian" and "gather". Of planners that choose, the fastest whose
-    schedule is like that is taken; another planner's schedule that is not is a `PlanError`.
+    neighbours, as in all plans of "weave", "hamiltonian" and "gather". A planner that chooses takes the fastest of that
+    kind; another planner's schedule of another kind is a `PlanError`.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)

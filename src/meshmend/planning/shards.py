@@ -44,7 +44,7 @@ def plan_shards(
         found = plan(mesh, Gather.name, collective=collective, chunks=mesh.n_chips, cache=target.get("cache"))
     per_chip = found.total_chunks // mesh.n_chips
     if np.any(np.bincount(found.owners, minlength=mesh.n_chips) != per_chip) or np.any(found.n_chunks != 1):
-        raise ScheduleError(f"{found!r} does not give each rank {per_chip} chunks, each sent by itself.")
+        raise ScheduleError(f"{found!r} does not give each rank {per_chip} chunks, each sent alone.")
     # A chunk's place among those of its owner, in the order of their numbers.
     by_owner, place = np.argsort(found.owners, kind="stable"), np.empty(found.total_chunks, dtype=np.int64)
     place[by_owner] = np.arange(found.total_chunks) % per_chip

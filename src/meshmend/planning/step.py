@@ -55,11 +55,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepDemands:
-    """What a step's plans are made for, on whatever chips are left.
+    """The demands of a step that its plans are made for, on whatever chips are left.
 
     `hardware` is that of a chip; inside tiles of `tile` chips, the payload is one chip's shard, and plans are made
-    between tiles. A workload whose collective is an all-gather is one of sharded parameters (FSDP): its two halves are
-    planned, with at most `max_steps` steps if possible, so that they can run beside computing.
+    between tiles. A workload whose collective is an all-gather is one of sharded parameters (FSDP). Its two halves are
+    planned so that they can run beside computing, with at most `max_steps` steps if possible.
     """
 
     workload: Workload
@@ -113,7 +113,7 @@ class StepDemands:
 
     @classmethod
     def read(cls, folder: Folder) -> StepDemands:
-        """Return what the job of a shared folder plans for; raise `ParameterError` where it does not say so."""
+        """Return what the job of a shared folder plans for; raise `ParameterError` where that is not recorded."""
         path = folder / PLANNED_FOR
         try:
             with as_os_errors(path), path.open("rb") as file:

@@ -59,7 +59,7 @@ class Quarantined:
     verified: int = 0
     """The last step whose state is known to be good; 0 if none is."""
     settled: float | None = None
-    """Of an entry that was cleared: the time of the last observation by then, on the clock of who noted it."""
+    """If the entry was cleared: the time of the last observation by then, on the clock of who noted it."""
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
@@ -135,10 +135,10 @@ class QuarantineList:
         hosts: ChipsOfHosts | None = None,
         n_chips: int | None = None,
     ) -> Quarantined:
-        """Quarantine a suspect, and return its entry. Of an earlier one, the later end counts, and a person's word.
+        """Quarantine a suspect, and return its entry. With an earlier one, the later end counts, and a person's word.
 
-        What the job adds (`by=THE_JOB`) is limited to a share of the machine, which `hosts` describes, or else
-        `n_chips`; past it, `QuarantineError`. What was added by hand does not count.
+        Entries of the job (`by=THE_JOB`) are limited to a share of the machine, which `hosts` describes, or else
+        `n_chips`; past it, `QuarantineError`. Entries by hand do not count.
         """
         if not 0 < for_s <= FOREVER_S:
             raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")

@@ -90,7 +90,7 @@ class FaultLog:
         return tuple(self._line(number, line) for number, line in enumerate(lines, 1))
 
     def add(self, observations: Iterable[Observation], *, attempt: int, verified: int) -> None:
-        """Note what this attempt has seen. What another process of it has noted already is not noted again.
+        """Note what this attempt has seen. An observation that another process of it has noted is not noted again.
 
         `verified` is the last step that was verified by then, 0 if none was.
         """

@@ -21,7 +21,7 @@ LAST_STEP = 1 << 53
 
 @dataclass(frozen=True)
 class Observation:
-    """What one check has seen at one step.
+    """The finding of one check at one step.
 
     `suspects` are chips: one if the check names a culprit. Several mean that it is one of them, and the check cannot
     tell which: two chips that compute different gradients from the same samples are both suspects.

@@ -7,15 +7,15 @@ On a plain 2-D mesh there are three classes of packets on two virtual channels:
 - class 2, on channel 1: *east-first* turns, the mirror image.
 
 A cycle of waiting packets that turn west-first would need a move west after a move north or south, which the rule
-forbids; dimension order makes west-first turns only, so classes 0 and 1 share a channel. East-first packets have a
+forbids. Dimension order makes west-first turns only, so classes 0 and 1 share a channel. East-first packets have a
 channel of their own. A pair that lost its dimension-order path takes the shorter of classes 1 and 2.
 
 The table of class 1: a chip that can reach the destination without going west does so by a shortest such route; any
 other chip sends west. That rule does not depend on where a packet came from. Among equally short routes the one that
 turns into the destination's row first is taken, so that detours spread over the mesh instead of hugging the hole.
 
-Pairs that neither class serves (odd shapes, several holes), and on other meshes (axes that wrap, 1-D, 3-D and up)
-all pairs that lost their dimension-order path, form one more class that goes up*/down* on one more channel.
+One more class goes up*/down* on one more channel, for pairs that neither class serves (odd shapes, several holes). On
+other meshes (axes that wrap, 1-D, 3-D and up) it has all that lost their dimension-order path.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from enum import IntEnum, StrEnum
 
 
 class Op(IntEnum):
-    """What a transfer does at its destination."""
+    """The operation of a transfer at its destination."""
 
     REDUCE = 0
     """Add what arrives to the chunk that is there."""
@@ -15,7 +15,7 @@ class Op(IntEnum):
 
 
 class Collective(StrEnum):
-    """What a schedule computes. `meshmend.schedule.verify` defines each collective and proves it."""
+    """The collective that a schedule computes. `meshmend.schedule.verify` defines and proves each of them."""
 
     ALL_REDUCE = "all-reduce"
     """Every chip ends with the sum of every chunk over all chips."""

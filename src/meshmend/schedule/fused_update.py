@@ -135,7 +135,7 @@ def _raise_not_updated(schedule: Schedule, chip: int, chunk: int, update: int) -
     else:
         row, why = None, "no step ever writes it there"
     raise UpdateError(
-        f"Chunk {chunk} is not updated at its owner {names[1]}, which has the last REDUCE of it in step {update}: chip "
+        f"Chunk {chunk} is not updated at its owner {names[1]}, which has the last REDUCE of it in step {update}. Chip "
         f"{names[0]} ends with a value that is no copy of what the owner has then; {why}. Name as owner the chip where "
         "the chunk is first complete, and send it on from there.",
         step=None if row is None else int(schedule.step[row]),

@@ -34,7 +34,7 @@ MAX_EXPANDED = 2**25
 
 @dataclass(frozen=True)
 class Phase:
-    """What a set of transfers is for, and the steps that it spans. Phases may overlap in time."""
+    """The purpose of a set of transfers, and the steps that it spans. Phases may overlap in time."""
 
     name: str
     first_step: int
@@ -189,7 +189,7 @@ class Schedule:
     def interleaved(self, parts: int) -> Schedule:
         """Return this schedule with every chunk cut into so many parts, which go one after the other.
 
-        A step becomes `parts` steps. A part that has arrived is sent on only `parts` steps after it was sent: while it
+        A step becomes `parts` steps. A part that has arrived is sent on only `parts` steps after it was sent. While it
         is under way, and while its latency passes, the links carry the other parts. So an engine that waits for data
         alone keeps its links busy; one that waits for every step gains nothing.
 
@@ -221,7 +221,7 @@ class Schedule:
         """Return a schedule without repeats that differs in what is given: the constructor's arguments, by their names.
 
         `rows` picks the transfers that it keeps, as an index into the columns; columns that are given replace what was
-        picked. What it returns is still to be proven.
+        picked. The new schedule is still to be proven.
 
         >>> s = Schedule(Mesh((1, 2)), total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[0, 1], owners=[0])
         >>> s.replace(s.op == Op.REDUCE, collective=Collective.REDUCE_SCATTER, planner="mine")
@@ -257,7 +257,7 @@ class Schedule:
 
     @property
     def template(self) -> Schedule:
-        """What is repeated; the schedule itself where nothing is."""
+        """The part that is repeated; the schedule itself where nothing is."""
         return self if self._template is None else self._template
 
     @property
@@ -282,7 +282,7 @@ class Schedule:
 
     @property
     def collective(self) -> Collective:
-        """What the schedule computes."""
+        """The collective that the schedule computes."""
         return self._collective
 
     @property

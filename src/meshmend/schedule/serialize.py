@@ -1,9 +1,9 @@
 """Files: a schedule on disk as `.npz`, and as `.txt` for people to read and compare, which is not read back.
 
-A file is untrusted input. Nothing in it is executed (no pickle), only regular files are opened, sizes are checked
-before anything is read, every number is checked before it is used, and names may contain nothing that a terminal would
-act on: anything else raises `ScheduleFileError`. Loading checks that a file is well formed; only `verify` proves that
-it is a correct all-reduce.
+A file is untrusted input. Nothing in it is executed (no pickle), and only regular files are opened. Sizes are checked
+before anything is read, and numbers before they are used. Names may contain nothing that a terminal would act on.
+Anything else raises `ScheduleFileError`. Loading checks that a file is well formed; only `verify` proves that it is a
+correct all-reduce.
 """
 
 from __future__ import annotations

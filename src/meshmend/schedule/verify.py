@@ -12,8 +12,8 @@ Two ways of counting, and the result says which was used:
   probability at most 1/p, whatever it does:
 
   1. Let mᵢ be how often contribution i is in what one chip holds of one chunk, and T = Σ mᵢ. The number that travels
-     is min(T, L) for L = 2³²: it starts at 1, a COPY brings its own along, and a REDUCE keeps it so because
-     min(min(a, L) + min(b, L), L) = min(a + b, L). It never wraps, and where it says P < L, T is P.
+     is min(T, L) for L = 2³². It starts at 1, a COPY brings its own along, and a REDUCE keeps it so because min(min(a,
+     L) + min(b, L), L) = min(a + b, L). It never wraps, and where it says P < L, T is P.
   2. A wrong schedule leaves some chip with a wrong chunk. Which one is fixed before the numbers are drawn. If T ≠ P
      there, it is caught. If T = P, then 0 ≤ mᵢ ≤ P < p, and some mᵢ − 1 is not 0, hence not 0 modulo p. So
      Σ (mᵢ − 1) rᵢ is a linear form over the field of p elements that is not 0, and independent, uniform rᵢ make it
@@ -23,19 +23,18 @@ Two ways of counting, and the result says which was used:
   In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
   probability 1/p.
 
-An **all-reduce with an update** is an all-reduce that may be interrupted: once the owner of a chunk has its last REDUCE
+An **all-reduce with an update** is an all-reduce that may be interrupted. Once the owner of a chunk has its last REDUCE
 of it, the owner may put another value in its place, and every chip ends with that. `fused_update` follows where a chip
 holds what the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the
-schedule is an all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that
-one.
+schedule is an all-reduce) the owner had the sum. Had it been another value, every chip would end with that one.
 
 A repeated schedule is proven by its template. Let the template have N chunks and the period be T. A transfer reads and
-writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides, and those of repeat r carry
-chunks r·N … (r+1)·N − 1 only: so no repeat reads or writes a cell of another, and no two repeats write the same cell in
-a step. What happens to the cells of repeat r is therefore decided by its own transfers alone. They are the template's,
-with r·N added to each chunk and r·T to each step, which changes neither the order of two steps nor what is in one step.
-So in every repeat the cells end as those of the template do, and collide in a step if and only if those do. The owners
-are shifted likewise. Hence the whole keeps its promise if and only if the template does, whatever T and R are. ∎
+writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides. Those of repeat r carry
+chunks r·N … (r+1)·N − 1 only. So no repeat reads or writes a cell of another, and no two repeats write the same cell in
+a step. So the transfers of repeat r alone decide what happens to its cells. They are the template's, with r·N added to
+each chunk and r·T to each step. That changes neither the order of two steps nor what is in one step. So in every repeat
+the cells end as those of the template do, and collide in a step if and only if those do. The owners are shifted
+likewise. Hence the whole keeps its promise if and only if the template does, whatever T and R are. ∎
 
 Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. The work is
 estimated from the schedule's numbers first: a schedule that would take too long, or too much memory, is refused before
@@ -82,7 +81,7 @@ Words = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class Proof:
-    """What was checked, and how. Returned by `verify`; a schedule that fails raises instead."""
+    """The result of a proof, as `verify` returns it; a schedule that fails raises instead."""
 
     collective: Collective
     method: Method

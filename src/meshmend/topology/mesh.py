@@ -34,9 +34,9 @@ IntArray = NDArray[np.int32]
 class Mesh:
     """A mesh or torus of chips in any number of dimensions, some of which may have failed. Immutable.
 
-    `wrap` says which axes wrap, as in a torus (one bool for all, or one per axis); an axis of one or two chips
-    has no wrap cable and counts as plain. `failed` lists regions, coordinates or their short forms;
-    `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
+    `wrap` says which axes wrap, as in a torus (one bool for all, or one per axis). An axis of one or two chips has no
+    wrap cable and counts as plain. `failed` lists regions, coordinates or their short forms; `failed_cables` lists
+    pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 
     `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
     half of its wires. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,

@@ -72,7 +72,7 @@ class Tiling:
 
     @cached_property
     def link_share(self) -> Fraction:
-        """What a shard gets on the fastest cables between tiles, as a part of the rate of a chip's link."""
+        """The rate of a shard on the fastest cables between tiles, as a part of the rate of a chip's link."""
         return Fraction(1, min((n for n, cuts in zip(self.side, self.cuts, strict=True) if len(cuts) > 1), default=1))
 
     @cached_property
@@ -91,10 +91,10 @@ class Tiling:
 def cut_into_tiles(mesh: Mesh, side: Sequence[int] | str) -> Tiling:
     """Cut a mesh into tiles of `side` chips, placed so that as many as possible are whole and can reach each other.
 
-    Optimal among all placements in straight lines (with or without gaps) if there are at most `MAX_TRIED`, as for
-    16×16 chips in tiles of 2×2: all are tried, and of equally many tiles what has more cables is preferred. If only
-    all axes but one have so few, as on 32×32 chips, those are tried, and the lines of the last axis are placed
-    by dynamic programming: optimal too, unless tiles have to be given up because they cannot reach the others. On
+    Optimal among all placements in straight lines (with or without gaps) if there are at most `MAX_TRIED`, as for 16×16
+    chips in tiles of 2×2. All are tried, and among equally many tiles the placement with more cables is preferred. If
+    only all axes but one have so few, as on 32×32 chips, those are tried, and the lines of the last axis are placed by
+    dynamic programming. That is optimal too, unless tiles have to be given up because they cannot reach the others. On
     larger meshes the best is searched for axis by axis, from every aligned start, and a better one may exist. Only the
     largest connected group of tiles is kept.
 

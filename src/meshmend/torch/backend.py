@@ -70,7 +70,7 @@ class MeshBackend(GlooBased):
         self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
         self.mesh_group: MeshGroup | None = None
-        """What runs plans; None where the members form no mesh."""
+        """The group that runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
             self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout, self._reports)
         elif size > 1 and rank == 0:
@@ -82,7 +82,7 @@ class MeshBackend(GlooBased):
 
     @property
     def hardware(self) -> Hardware:
-        """What plans are made for."""
+        """The hardware that plans are made for."""
         return self._plans.hardware
 
     @property

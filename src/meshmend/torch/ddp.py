@@ -12,9 +12,9 @@ from meshmend.torch.private_torchft import HookedDataParallel
 class DistributedDataParallel(HookedDataParallel):
     """Use as torchft's own: `DistributedDataParallel(manager, module)`.
 
-    After an error torchft 0.2's own hook raises from inside the backward pass (it looks for a field that the work of
-    a failed all-reduce does not have), and DDP cannot run another. Here the backward pass ends; the manager has
-    the error, so the step is not committed and the invalid gradients are not applied.
+    After an error torchft 0.2's own hook raises from inside the backward pass: it looks for a field that a failed
+    all-reduce does not have. DDP then cannot run another. Here the backward pass ends; the manager has the error, so
+    the step is not committed and the invalid gradients are not applied.
     """
 
     @staticmethod

@@ -39,8 +39,8 @@ class Engine:
     members make theirs, in the same order, and each raises if they disagree. Engines may share a group with
     each other and with other messages, as long as those have tags below 2³⁰.
 
-    After a `LostChipError` the group's connections are closed, so that every other chip detects it within
-    milliseconds: the engine is then unusable, and says so. All other errors leave it usable.
+    After a `LostChipError` the group's connections are closed, so that every other chip detects it within milliseconds.
+    The engine is then unusable, and raises an error that says it. All other errors leave it usable.
 
     `channel` is for engines that run one at a time: they share one, and making them is not a collective call.
     """
@@ -140,8 +140,8 @@ class Engine:
     ) -> None:
         """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved.
 
-        `words` say what the payload is, and members agree on them. Of a reduce-scatter, what this chip does not own is
-        scratch afterwards: partial sums that mean nothing.
+        `words` say what the payload is, and members agree on them. After a reduce-scatter, chunks that this chip does
+        not own are scratch: partial sums that mean nothing.
         """
         ticket = self._channel.ticket()
         # In inference mode other threads could not write to what is made here.

@@ -67,7 +67,7 @@ class Manager(torchft.Manager):
     `shared` is a folder that all chips see. Each chip has a timeline in it, `timeline/host-N.jsonl`, where N counts the
     machine's chips in row-major order; `meshmend watch SHARED` shows the job. Without it, `timeline` keeps the last
     events in memory only. A chip that the folder's quarantine list names cannot join, and leaves with a
-    `QuarantineError` at its next step if it has joined before; a cable of the list counts as failed.
+    `QuarantineError` at its next step if it has joined before. A cable of the list counts as failed.
 
     Add what torchft does not know: `manager.note(loss=…)` before the step is committed, and around a checkpoint on disk
     `with manager.timeline.timed("checkpoint"): …`, followed by `manager.timeline.note("saved", step=…)`.
@@ -211,7 +211,7 @@ class Manager(torchft.Manager):
         try:
             self._read_list()
         except (QuarantineError, OSError) as error:
-            warnings.warn(f"What was known before of chips in quarantine still counts: {error}", stacklevel=3)
+            warnings.warn(f"No quarantine list, so the one read before still counts: {error}", stacklevel=3)
 
     def _obey_list(self) -> None:
         """Raise `QuarantineError` if this chip is in quarantine, and let the group plan round cables that are.

@@ -24,15 +24,15 @@ LOOPBACK, NETWORK = "gloo-loopback", "ethernet-10g"
 class MeshOptions:
     """Where this process's chip is: `init_process_group("cpu:meshmend", pg_options=MeshOptions("4x4"))`.
 
-    `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
-    failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
-    MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
-    for `interface`, which the laboratory sets. Without a chip, rank r is on the r-th live chip in row-major
-    order; MESHMEND_FAILED (as "2x2@2,2 5,7") says which ones of a shape are not live.
+    `shape` and `wrap` describe the whole machine. In their place, `machine` or the file that describes it also brings
+    failed and slow cables, and `chip` may be a name that it has. Options that are not given come from the environment:
+    MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME for
+    `interface`, which the laboratory sets. Without a chip, rank r is on the r-th live chip in row-major order;
+    MESHMEND_FAILED (as "2x2@2,2 5,7") says which ones of a shape are not live.
 
-    `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
-    else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not; see `measure`. `plan`
-    makes the plans of all-reduces, as in `functools.partial(meshmend.plan, cache=PlanCache())`.
+    Plans are made for `hardware`: a preset's name, a file of `measure`, or your own. The default is the machine's, else
+    the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not; see `measure`. `plan` makes
+    the plans of all-reduces, as in `functools.partial(meshmend.plan, cache=PlanCache())`.
     """
 
     shape: Sequence[int] | str | None = None

@@ -58,8 +58,8 @@ class Timings:
 class MeshProcessGroup(ReconfiguredGroup):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
-    What it shares with the backend is explained in `MeshOptions`: where the chip is, the hardware that plans are made
-    for, what makes them, and the network interface. A chip that the machine calls failed cannot join.
+    `MeshOptions` explains all that it shares with the backend: where the chip is, the hardware that plans are made for,
+    what makes them, and the network interface. A chip that the machine calls failed cannot join.
 
     A chip that dies during an all-reduce raises an error on every survivor: within a fraction of a second if its
     process ended, within `timeout` if its cables were cut.
@@ -109,7 +109,7 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     @property
     def hardware(self) -> Hardware:
-        """What plans are made for."""
+        """The hardware that plans are made for."""
         return self._plans.hardware
 
     @property

@@ -70,7 +70,7 @@ def test_a_description_says_which_axes_wrap(tmp_path: Path) -> None:
     assert hosts.largest_group([0, 2, 3]) == (0, 2, 3)
     with pytest.raises(RestartError, match="describes a 4x8 mesh, got the shape 8x8"):
         Hosts.described("8x8", "4x2", machine=file)
-    with pytest.raises(RestartError, match="Of what shape is the machine"):
+    with pytest.raises(RestartError, match="The shape of the machine is not known"):
         Hosts.described(None, "4x2")
 
 

@@ -33,8 +33,8 @@ BERT_PARAMETERS_SOURCE = "BERT-large, Devlin et al., 2018, quoted there as 340 M
 BERT_STEP_S = 1.16 * 60 / 496
 BERT_STEP_SOURCE = (
     "1.16 minutes (Kumar and Jouppi, 2020, table 1) over 496 steps, the steps to the target accuracy at batch 8,192 in "
-    "MLPerf v0.7 (mlcommons/training_results_v0.7, Google/results/tpu-v3-8192-TF/bert/result_0.txt); that the same "
-    "batch was used on 1024 chips is an assumption"
+    "MLPerf v0.7 (mlcommons/training_results_v0.7, Google/results/tpu-v3-8192-TF/bert/result_0.txt). That "
+    "the same batch was used on 1024 chips is an assumption"
 )
 BERT_OVERHEAD = 0.060
 """Share of the all-reduce in a step of BERT on 1024 chips: Kumar and Jouppi, 2020, table 2."""
@@ -121,13 +121,13 @@ class Assumptions:
 
     `mesh` is the machine with nothing failed; its slow cables count. `payload_bytes` is what a step's all-reduce sums,
     on `hardware`: by default as a job sends it and its engine drives the machine. `levels` are the parts that fail.
-    `host` is the unit that is swapped for a spare and that a sub-mesh is made of. `grow` says when a job that runs on
-    fewer chips takes repaired ones back: at the end of the next checkpoint if that is `worth` the restart, at every
-    next `checkpoint`, `at-once` (saving a checkpoint first), or only when the next `failure` interrupts it anyway.
+    `host` is the unit that is swapped for a spare and that a sub-mesh is made of. `grow` says when a job on
+    fewer chips takes repaired ones back. `worth`: at the next checkpoint, if they are worth the restart; `checkpoint`:
+    at every next one. `at-once`: after saving one; `failure`: only when the next one interrupts the job anyway.
 
     A `cube` is what optical switches replace as a whole, a slice of `slice_shape` what elastic training loses as a
     whole; left empty, they are chosen to fit the machine. `replace_h` is the mean time to replace a lost slice, None
-    for that of a repair. Of the training since the last checkpoint, a failure loses at most `copies_s`.
+    for that of a repair. A failure loses at most `copies_s` of the training since the last checkpoint.
 
     >>> a = Assumptions.of("32x32")
     >>> round(a.failures_per_h * 24, 2), "failures per day"

@@ -98,9 +98,7 @@ def command(
         option("--checks", "N", "States to plan in full, to check the estimates.", min=0, rich_help_panel=SIMULATION),
     ] = 2,
     page: Annotated[Path | None, option("--output", "F", "One page for the decision-maker: .html.", "-o")] = None,
-    name: Annotated[
-        str, option("--name", "NAME", "What the machine is called on the page.", rich_help_panel=OUTPUT)
-    ] = "",
+    name: Annotated[str, option("--name", "NAME", "Name of the machine on the page.", rich_help_panel=OUTPUT)] = "",
     json: JsonOption = False,
 ) -> None:
     """Simulate months of operation under each failure policy, and report what each is worth.
@@ -116,7 +114,7 @@ def command(
         raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
     check_output("--output", page, PAGES)
     if name and page is None:
-        raise ParameterError("--name is for the page: give --output F.html, too.")
+        raise ParameterError("--name is for the page: give --output F.html as well.")
     described = machine.hardware(None)
     driven = JOB_HARDWARE if described is None else through_xla(described)
     given = read_assumptions(assume) if assume else {}
@@ -245,8 +243,8 @@ def _show(study: Study, policies: list[dict[str, Any]]) -> None:
     )
     step = assumptions.compute_s + study.all_reduce_s
     notes = [
-        "goodput: work kept, relative to a machine that never fails or saves. gain: goodput above that of quick "
-        "repair, run by run. $: per useful chip-hour. down: time without training. lost: work thrown away. stops per "
+        "goodput: work kept, relative to a machine that never fails or saves. Gain: goodput above that of quick "
+        "repair, run by run. $: per useful chip-hour. Down: time without training. Lost: work thrown away. Stops per "
         "year: by failures + to take repaired chips back. ±: 95 % interval.",
         f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
         f"{name_payload(assumptions)} takes {name_seconds(study.all_reduce_s)} on {assumptions.hardware.name}.",

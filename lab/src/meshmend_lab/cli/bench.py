@@ -97,17 +97,17 @@ def restart(
     host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
     shard: Annotated[
         str,
-        typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (the parameters, too)."),
+        typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (also the parameters)."),
     ] = "update",
     store: Annotated[
-        bool, typer.Option("--store", help="Kill the store, too: every third time alone, every third with a host.")
+        bool, typer.Option("--store", help="Also kill the store: every third time alone, every third with a host.")
     ] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
 
-    Four hosts, two by two; some die while the others recover, and with --store the store dies, too. No step may be
+    Four hosts, two by two; some die while the others recover, and with --store the store dies as well. No step may be
     missing, each sample must be used once per epoch, no committed step may be lost, and the loss must be that of an
     undisturbed run. Needs the extra named restart.
 

@@ -41,7 +41,7 @@ def command(
     payload: OptionalPayloadOption = None,
     hardware: HardwareOption = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="NAME", help="What is summed: float32, bfloat16 or int32.")
+        str, typer.Option("--dtype", metavar="NAME", help="Dtype of the sum: float32, bfloat16 or int32.")
     ] = "float32",
     stand_by: Annotated[
         bool,

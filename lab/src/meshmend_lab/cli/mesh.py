@@ -107,7 +107,7 @@ def down(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run, with its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Command to run, with its arguments.")],
     chip: Annotated[
         list[str] | None, typer.Option("--chip", metavar="r,c", help="Only on this chip. Repeatable.")
     ] = None,

@@ -37,9 +37,9 @@ def command(
     """Simulate jobs from seeds: the product's decisions, with clock, network, disk and processes replaced.
 
     Hosts die, freeze, restart with and without their memory, the store dies and pauses, networks are cut, disks hang.
-    Whenever something changes, it is checked that one round trains at a time, that no committed step is lost, that each
-    sample is used once, and more (docs/trust.md); after the last fault, that it trains again and ends. The same seed
-    gives the same job. Needs the extra named restart.
+    After every change it checks that one round trains at a time, that no committed step is lost, that each sample is
+    used once, and more (docs/trust.md). After the last fault the job must train again and end. The same seed gives the
+    same job. Needs the extra named restart.
 
     Example: meshmend lab simulate --seeds 0:200 --jobs 2
     Example: meshmend lab simulate --replay 17

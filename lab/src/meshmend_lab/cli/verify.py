@@ -17,7 +17,7 @@ from meshmend_lab.extras import require
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `meshmend lab export` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that `meshmend lab export` wrote.")],
     json: JsonOption = False,
 ) -> None:
     """Prove the plan of an export, and compare its tables and its program with the plan.

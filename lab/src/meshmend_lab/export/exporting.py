@@ -94,7 +94,7 @@ def export_artefact(
 ) -> str:
     """Write an all-reduce as a folder that JAX alone runs; return the digest of its manifest.
 
-    Each device has `payload_bytes` to sum. With `stand_by` the program is for all chips of the mesh: those that were
+    Each device has `payload_bytes` to sum. With `stand_by` the program is for all chips of the mesh. Those that were
     left out join and do nothing, for runtimes that want every device of a slice in it. A plan that is not proven yet is
     proven, or refused.
 

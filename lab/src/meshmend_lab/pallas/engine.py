@@ -32,7 +32,7 @@ ASSUMED = (
     (
         "message_s",
         "assumed, 0.2 µs: about 100 cycles of the scalar core to start a remote DMA and as many to take one, which the "
-        "same core does in turn; no TPU has run the kernel, and nobody has timed it",
+        "same core does in turn. No TPU has run the kernel, and nobody has timed it",
     ),
     ("links_at_once", "assumed, all: a DMA per link is under way at once; nobody has timed it"),
 )

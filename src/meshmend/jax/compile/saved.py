@@ -162,9 +162,9 @@ class SavedSteps:
                 path.unlink(missing_ok=True)
             self.session.end_with(
                 TransientError(
-                    f"The saved program {name} is not the one that this script makes now: something that the step "
-                    "depends on has changed, and its fingerprint does not show it (values that the loss reads from "
-                    "files, the environment or a library's state while it is traced). All saved programs are deleted, "
+                    f"The saved program {name} is not the one that this script makes now. Something has changed that "
+                    "its fingerprint does not show: values that the loss reads while it is traced from files, from "
+                    "the environment or from a library's state. All saved programs are deleted, "
                     "and the restart compiles. Steps since the last restart were made with the earlier program."
                 )
             )

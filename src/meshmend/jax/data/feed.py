@@ -59,11 +59,11 @@ class Batch:
 class Feed:
     """A source of samples, an order of them for each epoch, and a policy for the batch.
 
-    `source` is an array, or a dict or tuple of arrays with one row per sample; anything with `len` and `[i]`, asked by
-    several threads; or a `grain.MapDataset` with the caller's own transformations, one sample per element (not batched,
-    filtered or repeated). The order of an epoch is a permutation that depends only on `seed` and the epoch; random
-    transformations (`random_map`) depend on the epoch and the record. `threads` (for arrays one) read ahead up to
-    `prefetch` batches; 0 threads reads in the loop itself.
+    `source` is an array, or a dict or tuple of arrays with one row per sample. It may also be anything with `len` and
+    `[i]`, asked by several threads, or a `grain.MapDataset` with the caller's own transformations, one sample per
+    element (not batched, filtered or repeated). The order of an epoch is a permutation that depends only on `seed` and
+    the epoch; random transformations (`random_map`) depend on the epoch and the record. `threads` (for arrays one) read
+    ahead up to `prefetch` batches; 0 threads reads in the loop itself.
 
     >>> import jax, numpy as np, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -87,7 +87,7 @@ class Feed:
         if not 0 < len(samples) < sys.maxsize:
             raise ParameterError(
                 f"The source has {'no' if not len(samples) else 'endlessly many'} samples, expected an epoch of them: "
-                "the feed repeats it by itself."
+                "the feed itself repeats it."
             )
         self.policy = policy
         self.epoch_size = len(samples)
@@ -138,7 +138,7 @@ class Feed:
     def like(self, fabric: Fabric) -> Batch:
         """Return the shapes and dtypes of this fabric's batches, to compile for: `compile_train_step` takes them.
 
-        Reads one sample. The fabric may be one on which this process has no device, as after the loss of its own host.
+        Reads one sample. The fabric may be one on which this process has no device, as when its host has failed.
         """
         split, at = self.split(fabric), Position()
         sharding, n_rows = fabric.sharding(fabric.batch_axes), split.n_devices * split.rows

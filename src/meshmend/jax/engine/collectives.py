@@ -150,8 +150,8 @@ def all_gather(
 ) -> Tree:
     """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
-    The program is that of the reduce-scatter, with two phases, or an all-gather by itself. `accumulate_dtype` must be
-    what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not in `accumulate_dtype`:
+    The program is that of the reduce-scatter, with two phases, or an all-gather alone. `accumulate_dtype` must be what
+    the shards were cut with. They travel in the widest dtype of the leaves of `like`, not in `accumulate_dtype`:
     float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in `all_reduce`.
     """
     program = getattr(program, "gather", None) or program
@@ -281,8 +281,8 @@ def travel_dtype(own: DTypeLike, accumulate_dtype: DTypeLike | None) -> np.dtype
     if jnp.issubdtype(own, jax.dtypes.prng_key):
         raise ParameterError(
             f"An array of the tree is a random key ({own}), expected numbers: keys cannot be trained or added up. In "
-            "Flax NNX make nnx.Dropout(rate) without rngs, and give nnx.Rngs(dropout=key) to each call; or split keys "
-            "off: nnx.split(model, nnx.Param, ...). mmj.Job's train(…, rng=0) gives the loss a key per example."
+            "Flax NNX make nnx.Dropout(rate) without rngs, and give nnx.Rngs(dropout=key) to each call. Or split keys "
+            "off, as in nnx.split(model, nnx.Param, ...). mmj.Job's train(…, rng=0) gives the loss a key per example."
         )
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
@@ -391,7 +391,7 @@ def _check_varying(leaves: Sequence[jax.Array], program: Program) -> None:
             times = math.prod(sizes[axis] for axis in missing)
             raise ParameterError(
                 f"A value of shape {leaf.shape} is the same along {' and '.join(sorted(missing))}, so summing it over "
-                f"all devices would count it {times} times. With check_vma=True, jax.grad sums the gradients of "
-                "replicated parameters by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, "
+                f"all devices would count it {times} times. With check_vma=True, jax.grad already sums the gradients "
+                "of replicated parameters: give shard_map check_vma=False, or apply jax.lax.pcast(…, "
                 f"{program.axes}, to='varying') before jax.grad."
             )

@@ -30,8 +30,8 @@ OPTIONS = (
     CompilerOption(
         "xla_tpu_enable_glp_ring_reordering",
         "false",
-        "By default the v6e compiler fails on a collective among a part of the slice's chips: inside tiles of four or "
-        "more as soon as one is missing, and between one chip of each host, which is how a state is restored from "
+        "By default the v6e compiler fails on a collective among a part of the slice's chips. That is inside tiles of "
+        "four or more as soon as one is missing, and between one chip of each host, as a state is restored from "
         "memory. Other generations accept the option and do not need it.",
     ),
     CompilerOption(

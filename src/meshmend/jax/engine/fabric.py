@@ -86,7 +86,7 @@ class Fabric:
 
     @property
     def n_parts(self) -> int:
-        """Parts of a batch that are differentiated each by itself: one per device, or one per tile."""
+        """Parts of a batch, each differentiated alone: one per device, or one per tile."""
         return math.prod(self.jax_mesh.shape[axis] for axis in self.batch_axes)
 
     @property
@@ -129,8 +129,8 @@ class Fabric:
     def jit(self, function: Callable[..., Any], *, overlap: bool = False, **settings: Any) -> jax.stages.Wrapped:
         """Return `jax.jit(function, **settings)` with `compiler_options`, or with `overlap` the `overlap_options`.
 
-        Every program that runs on this fabric is to be compiled so. Inside a function that JAX is tracing it is a part
-        of that function's program, whose own options count.
+        Compile every program that runs on this fabric with it. Inside a function that JAX is tracing it is a part of
+        that function's program, whose own options count.
 
         >>> import jax, jax.numpy as jnp
         >>> fabric = discover(jax.devices()[:4], shape="2x2")
@@ -168,19 +168,19 @@ def discover(
 
     Where devices report their coordinates (TPU) nothing else is needed: chips that are missing from the bounding box
     are the hole, and `failed` removes more. `coords` gives one coordinate per device where they report none. With
-    `shape` alone, devices are laid out in row-major order over all chips, if there is one for each, of which the
-    failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
-    given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP, MESHMEND_MACHINE.
+    `shape` alone, devices are laid out in row-major order. If there is one for each chip, the failed ones are not used;
+    if there is one for each live chip, the order is that of live chips. Arguments that are not given come from the
+    environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP, MESHMEND_MACHINE.
 
-    `machine`, or the file that describes it (`meshmend.machines.read_machine`), takes the place of `shape` and `wrap`
-    and brings its failed chips, its failed and slow cables, and its hardware, as XLA drives it, where the devices' kind
-    says none or where virtual CPU devices stand for its chips. Chips without a device are a hole as well. Where devices
-    report no coordinates and the machine's chips have names, `coords` says which device is which: a name or a
-    coordinate for each.
+    `machine`, or the file that describes it (`meshmend.machines.read_machine`), takes the place of `shape` and `wrap`.
+    It brings its failed chips, its failed and slow cables. It also brings its hardware, as XLA drives it, where the
+    devices' kind says none or where virtual CPU devices stand for its chips. Chips without a device are a hole as well.
+    Where devices report no coordinates and the machine's chips have names, `coords` says which device is which: a name
+    or a coordinate for each.
 
-    `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
-    (`meshmend.machines.wiring`; a kind that is not known warns and does not wrap), and none where the mesh is
-    described by `coords` or `shape` alone. The devices must span the slice: for a part of one give `wrap`.
+    `wrap` says which axes wrap. The default is documented for the kind of TPU and the shape of the slice
+    (`meshmend.machines.wiring`); a kind that is not known warns and does not wrap. It is none where only `coords` or
+    `shape` describes the mesh. The devices must span the slice: for a part of one give `wrap`.
 
     >>> import jax
     >>> discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"]).mesh

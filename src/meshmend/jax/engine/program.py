@@ -79,8 +79,8 @@ class Program:
     reduce-scatter's own tables, and those of the all-gather that follows it, in `gather`. "fused" has in `due` which
     chunks a chip updates in which step, a table per loop.
 
-    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms. What was
-    installed to sum gradients has one; that one itself has none, and neither has half of an all-reduce by itself.
+    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms. A
+    program that sums gradients has one. That one itself has none, and neither has half of an all-reduce.
     """
 
     tables: tuple[Tables, ...]
@@ -132,7 +132,7 @@ class Program:
 
     @property
     def collective(self) -> Collective:
-        """What the program's own loops do."""
+        """The collective of the program's own loops."""
         return self.layout.shape.collective
 
     @property
@@ -170,7 +170,7 @@ def install(
     all-gather, with room for the update between them. `scatter` and `gather` take their place where they were planned
     as such, with `collective="reduce-scatter"` and `"all-gather"`: the planner "gather" needs about two thirds of the
     steps of weave's. They must cut the payload into the same chunks with the same owners. "fused" updates each chunk at
-    its owner on its way, for the price of the all-reduce: plan it with `collective="all-reduce-with-update"`; any other
+    its owner on its way, for the price of the all-reduce. Plan it with `collective="all-reduce-with-update"`; any other
     all-reduce with even owners that can be updated will do. Every chip makes room for as many chunks as the chip that
     owns most, so a plan that leaves them to a few is refused.
 
@@ -270,7 +270,7 @@ class _Installer:
         """Return the program for the few numbers that every chip needs, beside that of a schedule."""
         if scalars is None and schedule is None:
             raise ParameterError(
-                "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as "
+                "There is no plan for the few numbers that every chip needs, such as the loss. Give an all-reduce as "
                 "the schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
             )
         program = self._one(single_chunk_of(self._proven(schedule)) if scalars is None else scalars)

@@ -44,29 +44,27 @@ class Job:
 
     Make it before anything touches a device. Started by a launcher (`meshmend run`) it joins the other
     processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all
-    hosts see, by default that of `meshmend run --shared`, or "shared": plans, compiled programs, checkpoints and
-    timelines are in it, and it is what the job is known by. The same folder resumes the job, a new one starts over.
-    Where hosts see no common folder, it is one in a bucket, as in "gs://bucket/job".
-    `global_batch` is the number of samples per step, on any number of chips, or a policy such as `KeepPerChip(8)`.
+    hosts see, by default that of `meshmend run --shared`, or "shared". Plans, compiled programs, checkpoints and
+    timelines are in it, and it identifies the job. The same folder resumes the job, a new one starts over. Where hosts
+    see no common folder, it is one in a bucket, as in "gs://bucket/job". `global_batch` is the number of samples per
+    step, on any number of chips, or a policy such as `KeepPerChip(8)`.
 
     `tile`, as in "2x2", is for a model that is split over the chips of a tile, over the axis "model" or over those that
     `inner` names, as in {"fsdp": 2, "tensor": 2}; `train` then takes its `shardings`. Tiles are cut anew after each
     restart, and one that lost a chip is a hole.
 
     Hosts keep copies of the state in memory: by default as often as slows down training by at most 3 %, which the job
-    measures, or after every `memory_every` steps. A minute after each start, every `disk_every` from then on, and at
-    the end there is a checkpoint in `shared`, or where `disk` says (a folder, or one in a bucket, as in
-    "gs://bucket/job"). A number as `disk_every` is one of steps, from the first on. 0 leaves either out.
-    Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
-    that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
-    path. `planner` is as in `meshmend.plan`; one that could not serve what the loss of a host would leave is refused at
-    the start. Plans are made for the bytes that the model sends and for `hardware`, a preset's name or a file; by
-    default for what the job has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for
-    the devices' preset.
-    With `compile_ahead`, hosts compile for the loss of each other while the job trains. With
-    `checks`, as in `Checks()`, chips that compute wrong numbers or are slow are looked for and left out, and the job
-    goes back to the last state that is known to be good. `session` is for scripts that call `initialize` themselves,
-    and end it, too.
+    measures, or after every `memory_every` steps. Checkpoints are made a minute after each start, every `disk_every`
+    from then on, and at the end. They are in `shared`, or in `disk`, a folder or one in a bucket, as in
+    "gs://bucket/job". A number as `disk_every` is one of steps, from the first on. 0 leaves either out. Checkpoints are
+    what Orbax would save of {"params": …, "opt_state": …}, so that it reads them without meshmend; and a new job begins
+    with one that Orbax has saved, if `start_from` is its path. `planner` is as in `meshmend.plan`; one that could not
+    serve what a failed host would leave is refused at the start. Plans are made for the bytes that the model sends and
+    for `hardware`, a preset's name or a file. The default is measured at the first start under a launcher
+    (`mmj.measure`, a few seconds), else it is the devices' preset. With `compile_ahead`, hosts compile for the loss of
+    each other while the job trains. With `checks`, as in `Checks()`, the job finds chips that compute wrong numbers or
+    are slow. It leaves them out, and goes back to the last state that is known to be good. `session` is for scripts
+    that call `initialize` themselves, and also end it.
 
     >>> import tempfile, jax, numpy as np, optax, meshmend.jax as mmj
     >>> from meshmend.jax.session import initialize_alone
@@ -120,7 +118,7 @@ class Job:
 
     @property
     def resumed(self) -> Resumed:
-        """What training started from: its `step`, and its `source`, "memory", "disk" or "start"."""
+        """The state that training started from: its `step`, and its `source`, "memory", "disk" or "start"."""
         return self._current().found
 
     @property
@@ -172,7 +170,7 @@ class Job:
           means of its arrays.
         - `update`: "replicated" updates all weights on every chip. "sharded" divides the optimizer's memory and work
           by the number of chips, for element-wise optimizers. "auto" is sharded if the optimizer allows it and its
-          state is large (`SHARDED_FROM_BYTES`). "fsdp" divides the parameters and gradients, too: `params` is then a
+          state is large (`SHARDED_FROM_BYTES`). "fsdp" also divides the parameters and gradients: `params` is then a
           function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss is `loss(params, batch,
           pair)` and gathers what it needs with `scan_layers` and `gather_params`.
 
@@ -224,7 +222,7 @@ class Job:
         return self._run
 
     def close(self) -> None:
-        """Leave the job, once all processes have come to this point. The end of the script does it, too."""
+        """Leave the job, once all processes have come to this point. The end of the script does the same."""
         if self._run is not None and self.session.launch.n_processes == 1:
             self._run.finish()
         if self._ending is not None:

@@ -170,8 +170,8 @@ def _refusal(what: str, when: str, gap: tuple[float, float]) -> ParameterError:
     return ParameterError(
         f"{what} depends on the other examples of its batch: it is {gap[0]:.6g}, and {gap[1]:.6g} {when}. How a batch "
         "is spread changes with the number of chips, so that after a failure the job would train something else. Batch "
-        "normalisation has this effect, and so has a division by the size of the batch: normalise each example by "
-        "itself, as nnx.LayerNorm and nnx.GroupNorm do, or with running statistics in model_state (docs/loss.md, "
+        "normalisation has this effect, and so has a division by the size of the batch. Normalise each example alone, "
+        "as nnx.LayerNorm and nnx.GroupNorm do, or with running statistics in model_state (docs/loss.md, "
         '"Batch statistics"). If it is intended, as for experts of limited capacity, give train(…, independent=False).'
     )
 

@@ -227,9 +227,9 @@ class Model:
         if (update == "fsdp") != self.is_fsdp:
             got = "a function" if self.is_fsdp else f"a {type(self.params).__name__}"
             raise ParameterError(
-                f"update is {update!r} and params is {got}. With update='fsdp' params is a function that makes sharded "
-                "parameters, as in params=lambda fabric, pair: mmj.fsdp.init_sharded(make, key, fabric, pair), because "
-                "they are never whole on a chip; otherwise it is a pytree of arrays."
+                f"update is {update!r} and params is {got}. Otherwise give a pytree of arrays. With update='fsdp', "
+                "where parameters are never whole on a chip, give a function that makes sharded ones, as in "
+                "params=lambda fabric, pair: mmj.fsdp.init_sharded(make, key, fabric, pair)."
             )
         if self.is_fsdp and self.shardings is not None:
             raise ParameterError(

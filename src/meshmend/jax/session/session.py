@@ -77,7 +77,7 @@ class Cut(NamedTuple):
 class Session:
     """One process's part in one round of the job. Made by `initialize`; use it in a `with` block.
 
-    Leaving the block by an exception ends the process at once: with a peer gone, an orderly shutdown would wait for it
+    Leaving the block by an exception ends the process at once. With a peer gone, an orderly shutdown would wait for it
     until some timeout, and the launcher can only restart what has ended.
     """
 
@@ -93,7 +93,7 @@ class Session:
     cut: Cut | None = None
     """How the chips are cut into tiles, by `in_tiles`."""
     quarantined: tuple[Quarantined, ...] = ()
-    """What is left out of the fabric, though its host is there: the same on every process."""
+    """Suspects left out of the fabric though their host is there: the same on every process."""
     shape: Sequence[int] | str | None = None
     """The shape that `initialize` was given, if any."""
 
@@ -136,8 +136,8 @@ class Session:
         """Ask a question, and on the same occasion agree on a plan; return its answer and the plan, the same on all.
 
         Each process looks for the plan in its own cache, which may be on a disk that all share, or on its own. The plan
-        of the first process that has one counts. Where none has it, process 0 plans once it has judged the question;
-        the others wait for it as long as it is alive, and raise its error if it has none. Those that still lack the
+        of the first process that has one counts. Where none has it, process 0 plans once it has judged the question.
+        The others wait for it as long as it is alive, and raise its error if it has none. Those that still lack the
         plan are sent it, and keep it in their caches. `make` must use the cache that it is given.
         """
         folder = (cache if isinstance(cache, PlanCache) else PlanCache(cache)).folder
@@ -187,12 +187,12 @@ class Session:
         With `most`, only single hosts, and at most so many from the first to the last, evenly spread. Process 0 has all
         of them and the others none; or if `is_divided`, each has its share (`share_losses`).
 
-        Devices are there only to compile for. They have the numbers that the survivors' will have, so that what is
-        compiled for them goes into the compile cache under the key that the restarted job will look up. Where hosts are
-        given by their numbers, processes and their devices are numbered anew after a loss, so those of the first
-        processes stand in for the survivors. Where devices report coordinates (TPU), the chips of each process are a
-        hole in turn, and its number stands for the host; a TPU device's number is its place in the slice, which does
-        not change with who is missing, so the survivors stand for themselves.
+        Devices are there only to compile for. They have the numbers that the survivors' will have, so that their
+        programs go into the compile cache under the keys of the restarted job. Where hosts are given by their numbers,
+        processes and their devices are numbered anew after a loss, so those of the first processes stand in for the
+        survivors. Where devices report coordinates (TPU), the chips of each process are a hole in turn, and its number
+        stands for the host. A TPU device's number is its place in the slice, which does not change with who is missing,
+        so the survivors stand for themselves.
 
         Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
         """
@@ -306,13 +306,13 @@ def initialize(
 ) -> Session:
     """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
 
-    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `host_index` is
+    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2". `host_index` is
     this host's number in row-major order, or the coordinate of its first chip. By default they come from the
     environment: MESHMEND_SHAPE (or MESHMEND_MACHINE, the file that describes it, as `meshmend run --machine` sets it),
-    MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
-    none of the three is needed. `launch` describes the launch, by default as `meshmend run` has put it into the
-    environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
-    in the order of their hosts.
+    MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and none of the three is needed.
+    `launch` describes the launch, by default as `meshmend run` has put it into the environment, or as
+    jax.distributed.initialize() knows it, if that was called before. Then processes must be numbered in the order of
+    their hosts.
 
     `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies before it has
     joined. Later, all end if JAX has not heard from one for 10 s, or for 100 s under `meshmend run`.

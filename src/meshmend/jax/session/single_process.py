@@ -79,10 +79,10 @@ def initialize_alone(
 ) -> Session:
     """Return the session of a job that is this process alone, on all of its devices or on `fabric`.
 
-    What the quarantine list in the folder `quarantine` names (by default in MESHMEND_SHARED) is left out.
+    Suspects on the quarantine list in the folder `quarantine` are left out (by default in MESHMEND_SHARED).
 
     Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or the one of
-    the description in MESHMEND_MACHINE, or else the one that is closest to a square: on virtual chips any will do.
+    the description in MESHMEND_MACHINE. Else it is the one closest to a square: on virtual chips any will do.
 
     >>> initialize_alone(discover(jax.devices()[:6], shape="2x3")).fabric.mesh
     Mesh(2x3: 6 chips)

@@ -39,7 +39,7 @@ WRITTEN_WITHIN_S = 10.0
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a job resumes from: the state after `step` steps, and what was kept with it."""
+    """The start of a job that resumes: the state after `step` steps, and all that was kept with it."""
 
     step: int
     params: Tree
@@ -52,24 +52,25 @@ class Resumed:
 
 
 class Keeper:
-    """Keeps a training state safe from the loss of a host, and restores it.
+    """Keeps a training state safe from failures of hosts, and restores it.
 
     - **In memory**, after every `memory_every` steps: each host keeps what is replicated, the shards of its own devices
-      and those of another host's in files of `memory`, which outlive the process. By default that is a folder per job
-      and host in MESHMEND_MEMORY, or in /dev/shm. So failures of hosts lose only the steps since. "auto" measures what
-      copies cost, and keeps as many as take at most 3 % of the time; one that is late is left out, never waited for.
-      A number of steps is a promise: where copies take longer, training waits for them.
+      and those of another host. They are in files of `memory`, which outlive the process. By default that is a folder
+      per job and host in MESHMEND_MEMORY, or in /dev/shm. So failures of hosts lose only the steps since. "auto"
+      measures what copies cost, and keeps as many as take at most 3 % of the time. One that is late is left out, never
+      waited for. A number of steps is a promise: where copies take longer, training waits for them.
     - **On disk**, every `disk_every` if `disk` names a folder: a time as in "10min", of which the first checkpoint
       comes a minute after each start, or a number of steps. Orbax checkpoints, asynchronous. For
       failures that memory does not cover: more hosts at once than the job says at its start. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
       waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
-      alone reads them: they are the user's tree. What Orbax has saved of the same tree, a new job can `start_from`.
+      alone reads them: they are the user's tree. A new job can `start_from` a tree of the same form that Orbax has
+      saved.
 
-    If checks run in the job, `untrusted` says what they have found so far (`meshmend.quarantine.untrusted`; process 0's
-    word counts): pairs of an attempt and a step after which nothing of that attempt, or of one before, is trusted. The
-    job resumes from the newest state that is. `keep(…, pin=True)` a state that is being checked, and `verify` it:
-    copies of the last verified step stay in memory until there is a later one.
+    If checks run in the job, `untrusted` says what they have found so far (`meshmend.quarantine.untrusted`); process
+    0's word counts. These are pairs of an attempt and a step, after which nothing of that attempt or an earlier one is
+    trusted. The job resumes from the newest state that is. `keep(…, pin=True)` a state that is being checked, and
+    `verify` it: copies of the last verified step stay in memory until there is a later one.
 
     Given a `record`, a job that has lost all copies and has no checkpoint does not take itself for a new one.
 
@@ -128,15 +129,15 @@ class Keeper:
     def restore(self, params: Tree, state: Tree, extra: Tree = None, *, donate: bool = False) -> Resumed:
         """Return the newest state that the survivors have between them, on this fabric, or the given one.
 
-        `params` and `state` are what a new job starts with, on the devices, and `extra` anything that JSON can write
-        and that belongs to the state, such as a position in the data. All of them are restored as they were kept. With
-        `donate`, the given arrays are gone afterwards, and devices never hold two states.
+        A new job starts with `params` and `state`, on the devices. `extra` is anything that JSON can write and that
+        belongs to the state, such as a position in the data. All of them are restored as they were kept. With `donate`,
+        the given arrays are gone afterwards, and devices never hold two states.
 
-        Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
-        says what and why, as is what is not trusted; a state of another model or optimizer is refused. Where parts of
+        Copies and checkpoints are tried newest first. Sources that are damaged, unreachable or not trusted are skipped,
+        with a warning that names them and the reason. A state of another model or optimizer is refused. Where parts of
         every copy are with hosts that are absent, all wait for these hosts under `meshmend run`, which begins another
         round when one comes back. If they do not come, if nothing is intact, or if all that was verified is lost, that
-        is an error, and nothing is removed: only the user may decide to start over, by `meshmend run --start-over`.
+        is an error, and nothing is removed. Only the user may decide to start over, by `meshmend run --start-over`.
         """
         try:
             return self._restore(params, state, extra, donate)
@@ -310,7 +311,7 @@ class Keeper:
     def verify(self, step: int) -> None:
         """Say that the state after `step` is good: all checks that were due have passed, on all processes.
 
-        From then on its copies stay, and what is kept records this step; those of the step that was verified before it
+        From then on its copies stay, and what is kept records this step. Those of the step that was verified before it
         go with the next copy, which is made only when all hosts have written this one. If it was not pinned, the newest
         pinned one before it stays instead.
         """

@@ -36,7 +36,7 @@ STEADY_WITHIN = 4
 """Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
 INSTEAD = "or install with update='replicated', to update all weights on every chip."
 NEEDS_NORMS = (
-    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but in a fused "
+    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do. But in a fused "
     "update each weight is updated as soon as its gradient is complete. Install with update='two-phase' instead."
 )
 
@@ -213,7 +213,7 @@ def _ignores_dtypes(
 def _by_layer() -> ParameterError:
     return ParameterError(
         "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
-        "shape or dtype), but a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
         f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
     )
 

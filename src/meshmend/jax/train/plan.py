@@ -83,7 +83,7 @@ def plan(
     """Plan what a training step of these parameters sends on a fabric: proven, for the bytes that travel.
 
     `params` may be on any device or on none: shapes and dtypes count. `update`, `shardings` and `accumulate_dtype` are
-    as in `Job.train` and `train_step`; with update="fsdp", `params` are `ShardedParams`, of which one layer travels at
+    as in `Job.train` and `train_step`. With update="fsdp", `params` are `ShardedParams`, of which one layer travels at
     a time, or the parameters of one layer, as `jax.eval_shape(make_layer, key)` has them. `hardware` is a preset's
     name, a file of `measure`, or your own, as of a single chip; by default it is the fabric's. `planner`, `cache`,
     `budget_s` and further parameters are as in `meshmend.plan`. Payloads are rounded to a power of four

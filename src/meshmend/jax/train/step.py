@@ -102,29 +102,29 @@ def train_step(
     """Return `init(params, program)` and `step(params, state, batch, program)` for data-parallel training.
 
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
-    devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
+    devices. `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
     `accumulate_dtype` where that is wider than their own dtype. With a replicated update, all that is summed in one
-    dtype travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
+    dtype travels together. A few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
     update. The loss and `aux` come back as means in float32 or wider, of integers and bools too.
 
     With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
     count once): one real number per example, added up in float32. The mean of values v is Σ w·v / Σ w, for negative
-    weights too; where Σ w is 0 there is no mean, so that the loss and aux are NaN and the gradients are 0. Only sums
+    weights too. Where Σ w is 0 there is no mean, so that the loss and aux are NaN and the gradients are 0. Only sums
     travel, and they are divided once, so that integer-valued gradients give the same bits on any number of chips. The
     loss of an example must not depend on others in its batch, as batch normalisation does.
 
     `step(…, scale=factor)` multiplies the optimizer's updates, which scales the learning rate; the factor may
     change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
-    With an update of two phases the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
-    the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
+    With an update of two phases the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get the
+    norms of layers from here. Use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
     fused update likewise, but without LARS and LAMB, which need their norms before the first update.
 
     On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
-    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. Where the
-    update is sharded, each chip updates its part of its own shards, for the chips in the same slot of all tiles.
+    inside one, as in `value_and_grad`. The optimizer's state is split as its parameters are. Where the update is
+    sharded, each chip updates its part of its own shards, for the chips in the same slot of all tiles.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])

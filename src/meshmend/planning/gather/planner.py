@@ -44,7 +44,7 @@ class Gather(Planner):
 
     `chunks` cuts the payload; each chip owns the same number of them, give or take one. Left out, it is a multiple of
     the number of chips, about a thousand. With a `lag`, each of these goes in `lag` + 1 parts, one after the other, and
-    `chunks` counts the parts: for engines that wait for their data alone (`Schedule.interleaved`).
+    `chunks` counts the parts. That is for engines that wait only for their input data (`Schedule.interleaved`).
 
     >>> Gather().plan(Mesh("8x8", failed=["2x2@2,2"]))
     Schedule(gather all-gather on 8x8 minus 2x2@2,2: 60 chips, ... steps, 1,020 chunks, 60,180 transfers)

@@ -55,7 +55,7 @@ class _Level:
 class Latency(Planner):
     """Exchanges between routed partners, in about log₂ P steps: for short payloads on any connected survivors.
 
-    `halvings` is in how many of the first levels partners exchange half of what they hold; `parts` is 1, or 2 for a
+    `halvings` is the number of first levels in which partners exchange half of what they hold. `parts` is 1, or 2 for a
     second half of the payload that takes the axes in another order.
 
     >>> Latency().plan(Mesh("4x4", failed=["1,1"]))

@@ -83,13 +83,13 @@ class Weave(Planner):
     steps. Left out, it grows with the sides of the mesh. With `trees`, so many chunks are planned as a template that is
     repeated; `chunks` is a multiple of it.
 
-    `lag` is for engines that wait for their data alone: what has arrived is sent on so many steps later than it could
-    be, and links carry other chunks while its latency passes. Chunks planned one by one are then summed in the middle
-    of their trees, unless owners are to be even; each chunk of a template goes in `lag` + 1 parts, one after the other,
-    and `chunks` counts those.
+    `lag` is for engines that wait only for their input data. A chunk that has arrived is sent on so many steps later
+    than it could be, and links carry others while its latency passes. Chunks planned one by one are then summed in the
+    middle of their trees, unless owners are to be even. Each chunk of a template goes in `lag` + 1 parts, one after the
+    other, and `chunks` counts those.
 
     `owners` says what each chunk's owner is for. "even": every chip owns as many chunks, give or take one, as a sharded
-    weight update wants; then nothing is repeated where planners are compared. "any": every chunk has one, which sums go
+    weight update wants. Then nothing is repeated where planners are compared. "any": every chunk has one, which sums go
     up to and copies come down from.
 
     `budget_s` is how many CPU seconds planning may take, about: work is counted by what it took where it was measured,
@@ -216,8 +216,8 @@ class Weave(Planner):
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what trees have: each chunk crosses P−1 cables on its way up, and as many down.
 
-        Of what is repeated only the template is made. Over slow cables a chunk goes in pieces: how many is only known
-        afterwards, so that this is the most.
+        Only the template of a repeated schedule is made. Over slow cables a chunk goes in pieces: how many is only
+        known afterwards, so that this is the most.
         """
         chunks = self._n_chunks(mesh) if self.trees is None else self.trees * (self.lag + 1)
         whole = 2 * (mesh.n_chips - 1) * chunks
@@ -235,7 +235,7 @@ class Weave(Planner):
             if mesh.has_slow_cables:
                 raise Unsupported(
                     "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is "
-                    "planned by itself."
+                    "planned alone."
                 )
             return
         most = min(MAX_POSITIONS // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))

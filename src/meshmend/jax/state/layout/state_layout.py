@@ -59,8 +59,8 @@ class Values(NamedTuple):
 class StateLayout:
     """A training state (parameters and the optimizer's state) on one fabric: its leaves, and their outline.
 
-    It follows from the train step, the program and the parameters, and is what `Keeper` and the compiled steps agree
-    on: the fabric, the plan's chunks and owners, and the dtype of sums are defined here, once.
+    It follows from the train step, the program and the parameters, and `Keeper` and the compiled steps agree on it. The
+    fabric, the plan's chunks and owners, and the dtype of sums are defined here, once.
     """
 
     fabric: Fabric
@@ -72,7 +72,7 @@ class StateLayout:
     """The user's own tree, of `UserArray`: what is saved on disk."""
     outline: Outline = field(repr=False)
     programs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What is compiled for it already: "cut", which makes copies, "gather", which sends them to hosts, and "vote"."""
+    """Programs compiled for it already: "cut", which makes copies, "gather", which sends them to hosts, and "vote"."""
 
     @classmethod
     def of(cls, training: TrainStep, program: Program, params: Tree) -> StateLayout:
@@ -131,12 +131,12 @@ class StateLayout:
 
     @cached_property
     def identity(self) -> Identity:
-        """What state this is, however it is split."""
+        """The identity of the state, however it is split."""
         return Identity.of(self.tree)
 
     @cached_property
     def copy_identity(self) -> Identity:
-        """What copies in memory are of: they have the elements in the order of the vectors."""
+        """The identity of copies in memory, which have the elements in the order of the vectors."""
         tiles = ", ".join(f"{axis}={self.fabric.jax_mesh.shape[axis]}" for axis in self.fabric.inner_axes)
         arrays = Identity.of(self.tree, lambda user: f", {tuple(user.spec)} of tiles with {tiles}" if tiles else "")
         how = "split by owner" if any(self.is_sharded) else "replicated"
@@ -246,7 +246,7 @@ class StateLayout:
 
     @cached_property
     def whole_leaves(self) -> dict[int, list[tuple[str, int, int]]]:
-        """Of each leaf that is not split by owner, which elements of vectors each slot of a tile has."""
+        """The elements of vectors in each slot of a tile, for each leaf that is not split by owner."""
         found, used = {}, dict.fromkeys(self.outline.replicated, 0)
         for i, leaf in enumerate(self.leaves):
             if not self.is_sharded[i]:

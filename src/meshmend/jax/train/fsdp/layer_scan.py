@@ -41,22 +41,22 @@ def scan_layers(
 ) -> Tree:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
 
-    Call it inside `jax.shard_map`, with the program as an argument, as `all_reduce`. What `params` are says how:
+    Call it inside `jax.shard_map`, with the program as an argument, as `all_reduce`. The form of `params` says how:
 
     - `ShardedParams` of a stack, with the two-phase program that cut them: each layer's weights are gathered while the
       one before it computes, and their gradients are reduce-scattered one layer later. `jax.grad` returns shards.
     - A tree of arrays whose first axis is the layers, the same on all chips, with a replicated program: gradients are
       all-reduced one layer later. Do not average them again.
 
-    Gradients are means over all devices, or sums without `mean`; those of replicated parameters are summed in
+    Gradients are means over all devices, or sums without `mean`. Those of replicated parameters are summed in
     `accumulate_dtype` where that is wider, those of sharded ones in the dtype of their shards. The gradient of `x`, and
     of whatever the layer closes over, is this device's own. Only layers' inputs are kept for the backward pass.
 
     `x` is any tree; a layer returns one of the same shapes and dtypes. Without `hide` each layer is gathered when it is
-    needed and its gradients are summed at once: nothing hides, and a chip needs the memory of one layer's weights and
-    one layer's gradients less.
-    `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees each permute: by default on
-    TPUs, where there is something to hide, for plans of at most 96 steps. Compile with `fabric.overlap_options`.
+    needed and its gradients are summed at once. Nothing hides, and a chip needs the memory of one layer's weights and
+    one layer's gradients less. `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees
+    each permute. It is the default on TPUs where there is something to hide, for plans of at most 96 steps. Compile
+    with `fabric.overlap_options`.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> from jax.sharding import PartitionSpec as P
