@@ -86,3 +86,34 @@ def test_a_new_store_does_not_end_a_job_before_it_knows_all_of_its_hosts() -> No
     assert job.membership.over is None
     job.wait(2)
     assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 2"}
+
+
+NEWER = {"number": 8, "name": "def", "hosts": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_host_of_an_older_round_that_comes_first_says_nothing_about_a_newer_one(fails: bool) -> None:
+    """Host 3 was cut off in round 7; the others are in round 8, and finish while the store is away (seed 16995)."""
+    job = Job(4, least=3, silent_s=5)
+    job.arrive(3, running=CLAIM | {"hosts": [0, 1, 2, 3]}, number=7)
+    if fails:
+        job.say(3, type="join", port=7003, why="its worker ended with SIGABRT")
+    job.arrive(0, running=NEWER, number=8)
+    told = [] if fails else [{"type": "stop", "why": "round 8 has begun since", "lost": None, "number": 7}]
+    assert job.received[3] == told
+    job.say(0, type="done")
+    assert job.membership.over is None, "hosts 1 and 2 may still train"
+    job.arrive(1, 2, running=NEWER, number=8)
+    job.say(1, type="done")
+    job.join(3)
+    job.say(2, type="done")
+    assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 3"}
+
+
+def test_a_newer_round_that_lost_its_store_starts_again_when_all_of_it_have_come() -> None:
+    job = Job(4, least=3, silent_s=5)
+    job.arrive(3, running=CLAIM | {"hosts": [0, 1, 2, 3]}, number=7)
+    job.arrive(0, 1, 2, running=NEWER, number=8)
+    job.join(0, 1, 2, 3)
+    job.started(0, 1, 2, 3)
+    assert job.membership.number == 9

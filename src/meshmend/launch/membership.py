@@ -137,6 +137,8 @@ class _Fates:
     """What has become of the hosts of the round that runs or ran last."""
 
     hosts: frozenset[int] = frozenset()
+    number: int = 0
+    """Of that round."""
     lost: set[int] = field(default_factory=set)
     """Those that are lost since, which is why workers of others fail."""
     failed: str = ""
@@ -406,7 +408,7 @@ class Membership:
     def _start_round(self, hosts: tuple[int, ...]) -> None:
         before, self.number = self.number, max(self.number, self.rounds_before) + 1
         self._enter(JobPhase.RUNNING)
-        self._short, self._fates = False, _Fates(frozenset(hosts))
+        self._short, self._fates = False, _Fates(frozenset(hosts), self.number)
         self.round = Round(self.number, self.make_name(), hosts)
         first = self.members[self._keys[hosts[0]]]
         address = address_elsewhere(first.address, self.store_at)
@@ -472,9 +474,15 @@ class Membership:
             self.round, self.number = claimed, max(self.number, claimed.number)
             hosts = frozenset(claimed.hosts)
             here = hosts & self._keys.keys() - {self.members[key].host}
-            self._fates = _Fates(hosts, missing=set(hosts - here))
+            self._fates = _Fates(hosts, claimed.number, missing=set(hosts - here))
             if here:
                 self._end_lost(sorted(here), AWAY, now)
+        elif claimed.number > self._fates.number and self.phase is not JobPhase.FINISHING:
+            # What this store has adopted was over before: what became of its hosts says nothing about the job.
+            if self.round is not None:
+                self._end_round(f"round {claimed.number} has begun since", now)
+            missing = set(claimed.hosts).difference(self._keys) | {self.members[key].host}
+            self._fates = _Fates(frozenset(claimed.hosts), claimed.number, missing=missing)
         if self.round is not None and self.round.name == claimed.name:
             self._move(key, "running")
             self._fates.lost.discard(self.members[key].host)
