@@ -242,8 +242,9 @@ def _raise_one(job: SimulatedJob, fault: Fault) -> bool:
         return False
     # Never the same line twice: a restart that repeats an error ends the job.
     worker.fail("lasting", f"ValueError: boom {fault.at:.3f}")
-    if job.plan.n_hosts == 1 or len(worker.training.hosts) == 1:
-        job.excuses.add("the script raised on the only host")
+    workers = [*worker.training.workers.values()]
+    if all(one.failure is not None and one.failure.kind == "lasting" for one in workers):
+        job.excuses.add("the script raised on all hosts, by one fault each")
     return True
 
 
