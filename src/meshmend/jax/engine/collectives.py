@@ -28,8 +28,10 @@ Tree = Any
 Leaf = jax.Array | jax.ShapeDtypeStruct
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
-Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
-"""What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
+Shards = tuple[Annotated[jax.Array, "[R, ...]"], ...]
+"""What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row.
+
+A chunk has the shape that it travels in: see `Group.chunk_shape`."""
 
 
 def all_reduce(
@@ -102,9 +104,9 @@ def reduce_scatter(
 ) -> Shards:
     """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
 
-    Returns one array per dtype that is sent, of shape (chunks, elements of a chunk). Every chip has as many rows as
-    the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way. `unroll`
-    is as in `all_reduce`.
+    Returns one array per dtype that is sent, with a row per chunk: (R, n), or on TPU (R, n/128, 128). Every chip has as
+    many rows as the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same
+    way. `unroll` is as in `all_reduce`.
     """
     _expect(program, Collective.REDUCE_SCATTER, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
@@ -169,15 +171,15 @@ def all_gather(
         None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
     ]
     for shard, group in zip(shards, groups, strict=True):
-        if shard.size != program.owned.shape[-1] * group.chunk:
+        expected = group.shard_shape(program.owned.shape[-1])
+        if shard.shape != expected:
             raise ParameterError(
-                f"A shard has shape {shard.shape}, expected ({program.owned.shape[-1]}, {group.chunk}): "
-                "it was cut from another tree or by another program."
+                f"A shard has shape {shard.shape}, expected {expected}: it was cut from another tree or by another "
+                "program. Cut it with shard_of, or reduce_scatter, and this program."
             )
         own = shard.astype(gather_dtype(group, leaves))
-        rows = own.reshape(-1, *group.chunk_shape)
         empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
-        chunks = empty.at[program.owned[0]].set(rows, mode="drop")
+        chunks = empty.at[program.owned[0]].set(own, mode="drop")
         for i, values in group.unpack(join_in_chip(run(chunks, program, unroll=unroll), layout), leaves):
             results[i] = values.astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, results)
@@ -201,8 +203,15 @@ class Group:
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
+        """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory.
+
+        Shards are stored so, too: with flat chunks, R would be the second-last axis, padded to a multiple of 2, 4 or 8.
+        """
         return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
+
+    def shard_shape(self, n_rows: int) -> tuple[int, ...]:
+        """Return the shape of so many chunks, as a chip that owns them stores them."""
+        return (n_rows, *self.chunk_shape)
 
     def pack(
         self, leaves: Sequence[jax.Array], counts: Annotated[jax.Array, "[]"] | None = None
@@ -340,11 +349,16 @@ def join_in_chip(chunks: Chunks, layout: ChunkLayout) -> Annotated[jax.Array, "[
     return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
 
 
-def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, n]"]:
+def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, ...]"]:
     """Return this chip's own chunks, one per row, and zeros where it owns fewer than others."""
-    owned = program.owned[0]
-    mine = jnp.take(chunks, owned, axis=0, mode="clip").reshape(len(owned), -1)
-    return jnp.where((owned < program.layout.shape.total_chunks)[:, None], mine, jnp.zeros((), mine.dtype))
+    mine = jnp.take(chunks, program.owned[0], axis=0, mode="clip")
+    return jnp.where(rows_in_use(program, mine.ndim), mine, jnp.zeros((), mine.dtype))
+
+
+def rows_in_use(program: Program, ndim: int) -> Annotated[jax.Array, "[R, ...]"]:
+    """Return which rows of this chip's shards hold a chunk, with so many axes: a chip that owns less has spare rows."""
+    in_use = program.owned[0] < program.layout.shape.total_chunks
+    return jnp.expand_dims(in_use, tuple(range(1, ndim)))
 
 
 def _divisor(program: Program, mean: bool) -> int | None:

@@ -351,7 +351,7 @@ class _WholeParams(Training):
 
         local = jax.tree.leaves(shapes_inside(params, inside, self.fabric.jax_mesh))
         groups = groups_of(local, program.layout, self.accumulate_dtype)
-        own = tuple(jax.ShapeDtypeStruct((program.owned.shape[-1], one.chunk), one.dtype) for one in groups)
+        own = tuple(jax.ShapeDtypeStruct(one.shard_shape(program.owned.shape[-1]), one.dtype) for one in groups)
         wide = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
         )
