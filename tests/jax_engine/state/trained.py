@@ -23,18 +23,18 @@ SPECS = {"matrix": P(None, "model"), "pair": [P("model"), P()], "none": P()}
 OPTIMIZER = optax.chain(optax.trace(0.5), optax.scale_by_schedule(lambda count: -0.25 * (count + 1)))
 
 
-def params_tree(times: int = 1) -> Any:
+def params_tree(matrix: tuple[int, int] = (13, 8)) -> Any:
     """Two dtypes, a scalar, an array without elements, and sizes that no number of chips divides."""
     rng = np.random.default_rng(0)
     return {
-        "matrix": rng.integers(-8, 8, (13 * times, 8)).astype(np.float32),
+        "matrix": rng.integers(-8, 8, matrix).astype(np.float32),
         "pair": [jnp.asarray(rng.integers(-8, 8, 6), jnp.bfloat16), np.float32(3)],
         "none": np.zeros((0, 3), np.float32),
     }
 
 
-def stacked_tree(times: int = 1) -> Any:
-    return jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1, leaf - 2]), params_tree(times))
+def stacked_tree(matrix: tuple[int, int] = (13, 8)) -> Any:
+    return jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1, leaf - 2]), params_tree(matrix))
 
 
 def weighted(params: Any) -> Any:
@@ -46,7 +46,7 @@ class Trained:
     """A state after two steps, on chips without those that failed, or on tiles of them.
 
     `kind` is "replicated", "two-phase", "fused" or "fsdp", or one of these on tiles: "tiled", "tiled fused", ….
-    `times` makes the largest array larger, and `stored` is how chunks are: "flat", or "in tiles" as on a TPU.
+    `matrix` is the shape of the largest array, and `stored` is how chunks are: "flat", or "in tiles" as on a TPU.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Trained:
         shape: str = "4x4",
         planner: str = "weave",
         *,
-        times: int = 1,
+        matrix: tuple[int, int] = (13, 8),
         stored: str = "flat",
     ) -> None:
         self.kind = kind
@@ -77,14 +77,14 @@ class Trained:
         if "fsdp" in kind:
             self.training = mmj.fsdp.sharded_train_step(_sharded_loss, OPTIMIZER, self.fabric)
             params = {
-                "ends": mmj.fsdp.shard_params(params_tree(times), self.fabric, self.program, shardings=specs),
+                "ends": mmj.fsdp.shard_params(params_tree(matrix), self.fabric, self.program, shardings=specs),
                 "layers": mmj.fsdp.shard_params(
-                    stacked_tree(times), self.fabric, self.program, stacked=True, shardings=specs
+                    stacked_tree(matrix), self.fabric, self.program, stacked=True, shardings=specs
                 ),
             }
         else:
             self.training = mmj.train_step(_loss, OPTIMIZER, self.fabric, shardings=specs)
-            params = put(params_tree(times), self.fabric, specs)
+            params = put(params_tree(matrix), self.fabric, specs)
         self.fresh: Any = params, jax.jit(self.training.init)(params, self.program)
         self.layout = StateLayout.of(self.training, self.program, params)
 
