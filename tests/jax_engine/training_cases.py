@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -47,6 +48,14 @@ def program_of(fabric: mmj.Fabric, kind: str, planner: str = "weave", **more: An
     elif planner == "weave":
         more = {"owners": "even", **more}
     return mmj.install(mm.plan(fabric.mesh, planner, **more), fabric, update=INSTALLED[kind])
+
+
+def in_tiles(program: mmj.Program) -> mmj.Program:
+    """The program with chunks as on a TPU, in tiles of 8 × 128 elements, on devices of any kind."""
+    more: dict[str, Any] = {
+        name: in_tiles(part) for name in ("gather", "scalars") if (part := getattr(program, name)) is not None
+    }
+    return replace(program, layout=replace(program.layout, platform="tpu"), **more)
 
 
 class Trained(NamedTuple):

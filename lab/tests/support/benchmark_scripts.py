@@ -94,6 +94,7 @@ SCRIPTS: dict[str, Script] = {
     "jax_recompute": Script(
         '--shape 2x2 --hole "" --width 16 --layers 1 --rows 4 --every 4 --rounds 1', r"\d", JAX, is_slow=True
     ),
+    "jax_shard_memory": Script("--quick", r"^v6e +8x8 .* 1\.000 ×$", TPU_COMPILER, is_slow=True),
     "job_processes": Script("4", r"^\| 4 \| two killed \|", JAX, is_slow=True),
     "job_scale": Script("200", r"^\| 200 \|", JAX),
     "job_size": Script("steps 1", r"\d", JAX, is_slow=True, launch="--local 2x2 --host 1x2"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
+import json
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +28,7 @@ from meshmend.jax.state.layout.flat import Outline
 from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.jax.state.layout.tree_signature import Identity
 from meshmend.jax.state.memory import collect as gathering
-from meshmend.jax.state.memory.copies import ASIDE, Copy, HostMemory, PartReader, read_copy
+from meshmend.jax.state.memory.copies import ASIDE, LAYOUT, Copy, HostMemory, PartReader, read_copy
 from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
 from meshmend.jax.state.recovery import wanted_slices
@@ -207,6 +209,29 @@ def test_memory_keeps_two_whole_copies_and_trusts_no_damaged_one(whole: OnHosts,
                 is_damaged = start <= newest.n_bytes - 9 - newest.starts[part] < stop
                 with pytest.raises(RestartError, match="state checksum mismatch") if is_damaged else nullcontext():
                     list(reader.blocks(part, which))
+
+
+def test_copies_say_in_which_order_they_have_their_elements(whole: OnHosts, tmp_path: Path) -> None:
+    """Copies that do not are older, and in the first of all orders; those of a later version are left alone."""
+    memory, copy = HostMemory(tmp_path), copies_of(whole)[0]
+    memory.write(copy)
+    path = tmp_path / copy.name
+    magic, line, rest = path.read_bytes().split(b"\n", 2)
+    length = int(line.split()[0])
+    facts, parts = json.loads(rest[:length]), rest[length:]
+    assert facts["layout"] == LAYOUT
+
+    def write(facts: dict[str, Any]) -> None:
+        header = json.dumps(facts).encode()
+        digest = hashlib.sha256(header).hexdigest()
+        path.write_bytes(magic + f"\n{len(header)} {digest} -\n".encode() + header + parts)
+
+    write({name: value for name, value in facts.items() if name != "layout"})
+    assert bits(with_parts(read_copy(path)).data) == bits(copy.data)
+    write({**facts, "layout": LAYOUT + 1})
+    with pytest.raises(RestartError, match=rf"version {LAYOUT + 1}, expected at most {LAYOUT}: a newer meshmend"):
+        read_copy(path)
+    assert memory.read()[0] == []
 
 
 def test_a_killed_writer_leaves_the_older_copies(whole: OnHosts, tmp_path: Path) -> None:

@@ -20,16 +20,20 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.loops import Chunks, hidden_zero, run
 from meshmend.jax.engine.private import varying_axes
-from meshmend.jax.engine.program import ChunkLayout, Program
+from meshmend.jax.engine.program import TILE_WIDTH, TPU_TILE, ChunkLayout, Program
 from meshmend.schedule import Collective
 
 Tree = Any
 """A pytree of arrays, or of what there is one of for each of them: JAX has no type for it."""
 Leaf = jax.Array | jax.ShapeDtypeStruct
+MOST_LOOSE = 0.05
+"""Share of a payload that may be in leaves that are not whole tiles, where leaves are joined tile by tile."""
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
-Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
-"""What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
+Shards = tuple[Annotated[jax.Array, "[R, ...]"], ...]
+"""What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row.
+
+A chunk has the shape that it travels in: see `Group.chunk_shape`."""
 
 
 def all_reduce(
@@ -102,9 +106,9 @@ def reduce_scatter(
 ) -> Shards:
     """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
 
-    Returns one array per dtype that is sent, of shape (chunks, elements of a chunk). Every chip has as many rows as
-    the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way. `unroll`
-    is as in `all_reduce`.
+    Returns one array per dtype that is sent, with a row per chunk: (R, n), or on TPU (R, n/128, 128). Every chip has as
+    many rows as the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same
+    way. `unroll` is as in `all_reduce`.
     """
     _expect(program, Collective.REDUCE_SCATTER, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
@@ -169,15 +173,15 @@ def all_gather(
         None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
     ]
     for shard, group in zip(shards, groups, strict=True):
-        if shard.size != program.owned.shape[-1] * group.chunk:
+        expected = group.shard_shape(program.owned.shape[-1])
+        if shard.shape != expected:
             raise ParameterError(
-                f"A shard has shape {shard.shape}, expected ({program.owned.shape[-1]}, {group.chunk}): "
-                "it was cut from another tree or by another program."
+                f"A shard has shape {shard.shape}, expected {expected}: it was cut from another tree or by another "
+                "program. Cut it with shard_of, or reduce_scatter, and this program."
             )
         own = shard.astype(gather_dtype(group, leaves))
-        rows = own.reshape(-1, *group.chunk_shape)
         empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
-        chunks = empty.at[program.owned[0]].set(rows, mode="drop")
+        chunks = empty.at[program.owned[0]].set(own, mode="drop")
         for i, values in group.unpack(join_in_chip(run(chunks, program, unroll=unroll), layout), leaves):
             results[i] = values.astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, results)
@@ -188,44 +192,66 @@ class Group:
     """Leaves that travel together, in one dtype, as one matrix of chunks."""
 
     members: tuple[int, ...]
+    """Leaves by their numbers, in the order in which they are joined."""
     dtype: np.dtype[np.generic]
     layout: ChunkLayout
     size: int
+    n_in_tiles: int = 0
+    """How many of the first members are whole tiles, and joined as such."""
 
     @property
     def chunk(self) -> int:
         """Elements of a chunk: a share of the payload, rounded up to whole tiles where that is not most of it."""
         exact = -(-self.size // (self.layout.n_cores * self.layout.shape.total_chunks))
-        tile = self.layout.tile if exact >= self.layout.tile else min(self.layout.tile, 128)
+        tile = self.layout.tile if exact >= self.layout.tile else min(self.layout.tile, TILE_WIDTH)
         return -(-exact // tile) * tile
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
-        return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
+        """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory.
+
+        Shards are stored so, too: with flat chunks, R would be the second-last axis, padded to a multiple of 2, 4 or 8.
+        """
+        return (self.chunk,) if self.layout.tile == 1 else (self.chunk // TILE_WIDTH, TILE_WIDTH)
+
+    def shard_shape(self, n_rows: int) -> tuple[int, ...]:
+        """Return the shape of so many chunks, as a chip that owns them stores them."""
+        return (n_rows, *self.chunk_shape)
 
     def pack(
         self, leaves: Sequence[jax.Array], counts: Annotated[jax.Array, "[]"] | None = None
     ) -> Annotated[jax.Array, "[C, K, ...]"]:
         """Return leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros; zeros only, unless `counts`."""
-        parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members]
+        parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members[self.n_in_tiles :]]
         padding = self.layout.n_cores * self.layout.shape.total_chunks * self.chunk - self.size
         if padding:
             parts.append(jnp.zeros(padding, self.dtype))
+        shape = (self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
+        if self.n_in_tiles:
+            tiles = [leaves[i].astype(self.dtype).reshape(-1, TILE_WIDTH) for i in self.members[: self.n_in_tiles]]
+            joined = jnp.concatenate([*tiles, jnp.concatenate(parts).reshape(-1, TILE_WIDTH)] if parts else tiles)
+            joined = joined if counts is None else jnp.where(counts, joined, jnp.zeros_like(joined))
+            return joined.reshape(shape)
         is_small = self.size + padding <= np.iinfo(np.int32).max
         if self.layout.platform == "cpu" and is_small and (len(parts) > 1 or counts is not None):
             flat = _join_in_place(parts, counts)
         else:
             flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
             flat = flat if counts is None else jnp.where(counts, flat, jnp.zeros_like(flat))
-        return flat.reshape(self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
+        return flat.reshape(shape)
 
     def unpack(
         self, flat: Annotated[jax.Array, "[S]"], leaves: Sequence[Leaf]
     ) -> list[tuple[int, Annotated[jax.Array, "[...]"]]]:
         """Cut the leaves out of what `pack` made, still in the dtype that travelled: (number, values) of each."""
-        found, start = [], 0
-        for i in self.members:
+        tiles, found, start = flat.reshape(-1, TILE_WIDTH) if self.n_in_tiles else flat, [], 0
+        for i in self.members[: self.n_in_tiles]:
+            stop = start + math.prod(leaves[i].shape) // TILE_WIDTH
+            found.append((i, lax.slice_in_dim(tiles, start, stop).reshape(leaves[i].shape)))
+            start = stop
+        if self.n_in_tiles:
+            flat, start = lax.slice_in_dim(tiles, start, len(tiles)).reshape(-1), 0
+        for i in self.members[self.n_in_tiles :]:
             stop = start + math.prod(leaves[i].shape)
             found.append((i, lax.slice(flat, (start,), (stop,)).reshape(leaves[i].shape)))
             start = stop
@@ -263,10 +289,7 @@ def groups_of(leaves: Sequence[Leaf], layout: ChunkLayout, accumulate_dtype: DTy
     for i, leaf in enumerate(leaves):
         if math.prod(leaf.shape):
             members.setdefault(travel_dtype(leaf.dtype, accumulate_dtype), []).append(i)
-    groups = [
-        Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
-        for dtype, which in members.items()
-    ]
+    groups = [_group_of(which, dtype, leaves, layout) for dtype, which in members.items()]
     for group in groups:
         if group.chunk > MAX_CHUNK:
             raise ParameterError(
@@ -274,6 +297,23 @@ def groups_of(leaves: Sequence[Leaf], layout: ChunkLayout, accumulate_dtype: DTy
                 f"elements per chunk, but JAX counts to {MAX_CHUNK:,}. Plan with more chunks."
             )
     return groups
+
+
+def _group_of(
+    members: Sequence[int], dtype: np.dtype[np.generic], leaves: Sequence[Leaf], layout: ChunkLayout
+) -> Group:
+    """Return leaves as a group, on TPU joined tile by tile if most of their elements are in leaves of whole tiles.
+
+    A leaf of whole tiles is then copied once, and not by way of an array of one axis, which is another order of its
+    tiles. All other leaves, which come last, are copied once more than before. Which of both a group does depends on
+    shapes and dtypes alone, so that the order of elements is the same for every plan.
+    """
+    sizes = {i: math.prod(leaves[i].shape) for i in members}
+    size = sum(sizes.values())
+    whole = [i for i in members if sizes[i] % TPU_TILE == 0 and leaves[i].shape[-1] % TILE_WIDTH == 0]
+    if layout.tile == 1 or size - sum(sizes[i] for i in whole) > MOST_LOOSE * size:
+        return Group(tuple(members), dtype, layout, size)
+    return Group((*whole, *(i for i in members if i not in set(whole))), dtype, layout, size, len(whole))
 
 
 def travel_dtype(own: DTypeLike, accumulate_dtype: DTypeLike | None) -> np.dtype[np.generic]:
@@ -340,11 +380,16 @@ def join_in_chip(chunks: Chunks, layout: ChunkLayout) -> Annotated[jax.Array, "[
     return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
 
 
-def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, n]"]:
+def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, ...]"]:
     """Return this chip's own chunks, one per row, and zeros where it owns fewer than others."""
-    owned = program.owned[0]
-    mine = jnp.take(chunks, owned, axis=0, mode="clip").reshape(len(owned), -1)
-    return jnp.where((owned < program.layout.shape.total_chunks)[:, None], mine, jnp.zeros((), mine.dtype))
+    mine = jnp.take(chunks, program.owned[0], axis=0, mode="clip")
+    return jnp.where(rows_in_use(program, mine.ndim), mine, jnp.zeros((), mine.dtype))
+
+
+def rows_in_use(program: Program, ndim: int) -> Annotated[jax.Array, "[R, ...]"]:
+    """Return which rows of this chip's shards hold a chunk, with so many axes: a chip that owns less has spare rows."""
+    in_use = program.owned[0] < program.layout.shape.total_chunks
+    return jnp.expand_dims(in_use, tuple(range(1, ndim)))
 
 
 def _divisor(program: Program, mean: bool) -> int | None:

@@ -26,8 +26,10 @@ from meshmend.schedule.split import all_gather_of, reduce_scatter_of, single_chu
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
-TPU_TILE = 1024
-"""Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
+TILE_WIDTH = 128
+"""Elements of a row of a TPU's tile."""
+TPU_TILE = 8 * TILE_WIDTH
+"""Elements of a TPU's tile of a 32-bit array: chunks of whole tiles move without shifting."""
 
 MOST_OWNED = 8
 """A chip may own this many times its fair share of the chunks where the update is sharded, but no more."""

@@ -25,6 +25,7 @@ from jax.typing import ArrayLike, DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import (
     Group,
+    Shards,
     Tree,
     all_reduce,
     gather_dtype,
@@ -37,15 +38,12 @@ from meshmend.jax.engine.program import Program
 from meshmend.jax.train.optimizer_check import Before, update_weights
 from meshmend.jax.train.optimizers import InsideTile, LayerPart, ShardedLayers, layers_of_chunks, sharded_layers
 
-Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
-"""A chip's own chunks, one per row, each in the shape that it travels in."""
-
 
 class Streamed(NamedTuple):
     """What updates carry along: the sharded part of the optimizer's state, and what clipping may need afterwards."""
 
-    state: Rows
-    sums: Rows
+    state: Shards
+    sums: Shards
     squares: tuple[Annotated[jax.Array, "[]"], ...]
 
 
@@ -75,7 +73,7 @@ class FusedUpdate:
             chunks, arrays = lax.fori_loop(
                 0, exceeded.astype(jnp.int32), lambda _, now: self._second_pass(now[0], held.sums), (chunks, arrays)
             )
-        return self._params_of(chunks), self.state.join(numbers, map(_shards, arrays))
+        return self._params_of(chunks), self.state.join(numbers, arrays)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -96,23 +94,13 @@ class FusedUpdate:
         """The dtypes that new weights travel in."""
         return tuple(gather_dtype(group, self._like) for group in self.groups)
 
-    @property
-    def _own(self) -> Rows:
-        return _as_rows(self.before.own, self.groups)
-
-    @property
-    def _arrays(self) -> Rows:
-        return _as_rows(self.state.arrays, self.state.groups)
-
     def _apply(self, weights: Tree, arrays: Any, sums: Tree, layers: Any) -> tuple[Tree, Tree]:
         """Update some of the weights, with the arrays of the state and the sums of gradients that belong to them."""
         before = replace(self.before, own=weights, state=self.state.join(self.state.numbers, arrays))
         return update_weights(self.optimizer, before, jax.tree.map(self.mean, sums), layers=layers)
 
     def _layers_of(self, chunk: jax.Array) -> ShardedLayers:
-        numbers = [
-            layers_of_chunks(chunk[None], one, self._like).reshape(-1, one.chunk_shape[-1]) for one in self.groups
-        ]
+        numbers = [layers_of_chunks(chunk[None], one, self._like) for one in self.groups]
         part = LayerPart(len(self._like), self.groups, numbers, self.tile)
         return ShardedLayers([part], self.program, self.before.whole, is_streamed=True)
 
@@ -121,20 +109,20 @@ class FusedUpdate:
 
         They come from one update of zeros: no weight has influence on them. `layers` notes what is clipped by.
         """
-        own = _zeros(self._own)
-        return self.state.parts(self._apply(own, _zeros(self._arrays), own, layers)[1])[0]
+        own = _zeros(self.before.own)
+        return self.state.parts(self._apply(own, _zeros(self.state.arrays), own, layers)[1])[0]
 
     def _first_pass(self, payload: tuple[Chunks, ...], trial: ShardedLayers) -> tuple[tuple[Chunks, ...], Streamed]:
         """Run the program, and update each chunk when its sum is complete, as if nothing had to be clipped."""
-        rows, owned, clips = self._own, self.program.owned[0], bool(trial.limits)
+        rows, owned, clips = self.before.own, self.program.owned[0], bool(trial.limits)
 
         def update(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
             row = jnp.sum(owned < chunk)
             layers = self._layers_of(chunk)
             weights, after = self._apply(
-                tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
-                tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
-                tuple(map(_flat, sums)),
+                tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in rows),
+                tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in held.state),
+                sums,
                 layers,
             )
             _, arrays = self.state.parts(after)
@@ -143,10 +131,10 @@ class FusedUpdate:
                 _put_row(held.sums, sums, row) if clips else (),
                 tuple(total + more for total, more in zip(held.squares, layers.squares, strict=True)),
             )
-            return tuple(new.reshape(old.shape) for new, old in zip(weights, sums, strict=True)), held
+            return weights, held
 
         kept = tuple(jnp.zeros_like(x) for x in rows) if clips else ()
-        start = Streamed(self._arrays, kept, tuple(jnp.zeros((), square.dtype) for square in trial.squares))
+        start = Streamed(self.state.arrays, kept, tuple(jnp.zeros((), square.dtype) for square in trial.squares))
         return run_with_update(payload, start, self.program, update, self._down)
 
     def _exceeds(self, squares: tuple[jax.Array, ...], limits: Sequence[ArrayLike]) -> jax.Array:
@@ -155,20 +143,19 @@ class FusedUpdate:
         below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
         return ~jnp.all(jnp.stack(below))
 
-    def _second_pass(self, payload: tuple[Chunks, ...], sums: Rows) -> tuple[tuple[Chunks, ...], Rows]:
+    def _second_pass(self, payload: tuple[Chunks, ...], sums: Shards) -> tuple[tuple[Chunks, ...], Shards]:
         """Update all own chunks once more from what was kept, now that norms are known, and send the weights down."""
         owned = self.program.owned[0]
         layers = sharded_layers(self.before, self.program, self.accumulate_dtype, self.tile)
-        weights, after = self._apply(self.before.own, self.state.arrays, tuple(map(_shards, sums)), layers)
+        new, after = self._apply(self.before.own, self.state.arrays, sums, layers)
         _, arrays = self.state.parts(after)
-        new = _as_rows(weights, self.groups)
 
         def put(_: Any, nothing: Any, chunk: jax.Array) -> Any:
             row = jnp.sum(owned < chunk)
             return tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in new), nothing
 
         chunks, _ = run_with_update(payload, (), self.program, put, self._down)
-        return chunks, _as_rows(arrays, self.state.groups)
+        return chunks, arrays
 
     def _params_of(self, payload: Sequence[Chunks]) -> Tree:
         """Return what has come down as parameters."""
@@ -186,18 +173,17 @@ class _SplitState:
     def __init__(self, state: Tree, groups: Sequence[Group], n_rows: int) -> None:
         leaves, self.structure = jax.tree.flatten(state)
         self.is_array = [leaf.ndim > 0 for leaf in leaves]
-        by_shape: dict[tuple[int, ...], Group] = {(n_rows, group.chunk): group for group in groups}
+        shapes = {group.shard_shape(n_rows) for group in groups}
         for leaf in leaves:
-            if leaf.ndim and leaf.shape not in by_shape:
+            if leaf.ndim and leaf.shape not in shapes:
                 raise ParameterError(
                     f"The optimizer's state has an array of shape {leaf.shape}, which is no shard of the weights "
-                    f"(expected one of {sorted(by_shape)}). Use an optimizer whose state has the shapes of the weights "
+                    f"(expected one of {sorted(shapes)}). Use an optimizer whose state has the shapes of the weights "
                     "that it is given, or install with update='two-phase'."
                 )
         self.numbers, self.arrays = self._sorted(leaves)
-        self.groups = [by_shape[leaf.shape] for leaf in self.arrays]
 
-    def parts(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
+    def parts(self, state: Tree) -> tuple[list[jax.Array], Shards]:
         """Return a state's numbers and its arrays."""
         return self._sorted(jax.tree.leaves(state))
 
@@ -206,30 +192,17 @@ class _SplitState:
         ours = {False: iter(numbers), True: iter(arrays)}
         return jax.tree.unflatten(self.structure, [next(ours[which]) for which in self.is_array])
 
-    def _sorted(self, leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _sorted(self, leaves: list[jax.Array]) -> tuple[list[jax.Array], Shards]:
         pairs = list(zip(leaves, self.is_array, strict=True))
-        return [leaf for leaf, is_array in pairs if not is_array], [leaf for leaf, is_array in pairs if is_array]
+        return [leaf for leaf, is_array in pairs if not is_array], tuple(leaf for leaf, is_array in pairs if is_array)
 
 
-def _as_rows(shards: Sequence[jax.Array], groups: Sequence[Group]) -> Rows:
-    return tuple(shard.reshape(-1, *group.chunk_shape) for shard, group in zip(shards, groups, strict=True))
+def _zeros(rows: Shards) -> Shards:
+    return tuple(jnp.zeros((1, *x.shape[1:]), x.dtype) for x in rows)
 
 
-def _shards(rows: jax.Array) -> jax.Array:
-    return rows.reshape(len(rows), -1)
-
-
-def _flat(row: jax.Array) -> jax.Array:
-    """Return a chunk as a matrix, as shards are: an optimizer may look at `ndim`."""
-    return row.reshape(-1, row.shape[-1])
-
-
-def _zeros(rows: Rows) -> Rows:
-    return tuple(_flat(jnp.zeros((1, *x.shape[1:]), x.dtype)) for x in rows)
-
-
-def _put_row(rows: Rows, values: Sequence[jax.Array], row: jax.Array) -> Rows:
+def _put_row(rows: Shards, values: Shards, row: jax.Array) -> Shards:
     return tuple(
-        lax.dynamic_update_slice_in_dim(x, new.reshape(1, *x.shape[1:]).astype(x.dtype), row, axis=0)
+        lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, axis=0)
         for x, new in zip(rows, values, strict=True)
     )

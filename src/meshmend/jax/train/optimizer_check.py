@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.engine.jaxprs import equations, inner_jaxprs
-from meshmend.jax.train.optimizer_formulas import Formulas
+from meshmend.jax.train.optimizer_formulas import Formulas, keeps_layers_apart
 
 MIXING = frozenset(
     {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "transpose", "fft", "gather"}
@@ -59,6 +59,35 @@ def check_elementwise(
     state, update = _traceable(optimizer, shards, whole, with_update)
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise _by_layer()
+    _check_operations(update, state, shards)
+    formulas = Formulas()
+    of_shards = formulas.of_update(update, state, shards)
+    if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
+        raise _by_layer()
+    if not _ignores_dtypes(optimizer, update, own, whole):
+        raise _by_layer()
+
+
+def check_by_name(
+    optimizer: optax.GradientTransformation, layers: Tree, whole: Tree, *, own: Tree, with_update: bool = False
+) -> None:
+    """Raise one that says why, if the update of `layers`, a tree of shards like `whole`, is not that of whole layers.
+
+    That is asked of each layer, so that layers may be told apart by their names. What is computed for one must not
+    depend on another: two layers of one shard are the same array here.
+    """
+    state, update = _traceable(optimizer, layers, whole, with_update)
+    _check_operations(update, state, layers)
+    if not keeps_layers_apart(update, state, layers):
+        raise _by_layer()
+    if not Formulas().are_alike(update, (state, layers), (jax.eval_shape(optimizer.init, whole), whole)):
+        raise _by_layer()
+    if not _ignores_dtypes(optimizer, update, own, whole):
+        raise _by_layer()
+
+
+def _check_operations(update: Callable[..., Tree], state: Tree, shards: Tree) -> None:
+    """Raise a `ParameterError` that names an operation which does not keep elements apart."""
     traced = jax.make_jaxpr(update)(shards, state, shards)
     own_shapes = {shard.shape for shard in jax.tree.leaves(shards)}
     for equation in equations(traced.jaxpr):
@@ -78,12 +107,6 @@ def check_elementwise(
                 "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
                 f"adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; {INSTEAD}"
             )
-    formulas = Formulas()
-    of_shards = formulas.of_update(update, state, shards)
-    if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
-        raise _by_layer()
-    if not _ignores_dtypes(optimizer, update, own, whole):
-        raise _by_layer()
 
 
 def updates_of(
@@ -139,7 +162,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
     plain = optax.with_extra_args_support(optimizer)
 
     def after(gradients: Tree, state: Tree, weights: Tree) -> Tree:
-        layers = _NoLayers(weights, with_update=False)
+        layers = NoLayers(weights, with_update=False)
         return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
 
     def widened(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
@@ -172,7 +195,7 @@ def _traceable(
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
-        layers = _NoLayers(weights, with_update)
+        layers = NoLayers(weights, with_update)
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
     def works(tree: Tree) -> Tree:
@@ -213,12 +236,13 @@ def _ignores_dtypes(
 def _by_layer() -> ParameterError:
     return ParameterError(
         "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
-        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Where parameters are whole, "
+        "make a mask or labels before, as in mask=jax.tree.map(lambda x: x.ndim > 1, params). Use the masks of "
         f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
     )
 
 
-class _NoLayers:
+class NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
     def __init__(self, shards: Tree, with_update: bool) -> None:
@@ -226,16 +250,19 @@ class _NoLayers:
         self.with_update = with_update
 
     def norms(self, *trees: Tree) -> list[Tree]:
+        """Return real numbers."""
         if self.with_update:
             raise ParameterError(NEEDS_NORMS)
         return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
     def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
+        """Return a number."""
         del tree
         if self.with_update and limit is None:
             raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())
 
     def chosen(self, mask: Any) -> Tree:
+        """Return bools."""
         del mask
         return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)

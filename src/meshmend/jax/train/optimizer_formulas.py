@@ -62,12 +62,17 @@ class Formulas:
             return False
         read = []
         for state, tree in (one, other):
-            jaxpr = jax.make_jaxpr(update)(tree, state, tree)
-            inputs = [self._number(("input", i)) for i in range(len(jaxpr.jaxpr.invars))]
-            outputs = self._read(jaxpr.jaxpr, jaxpr.consts, inputs)
+            outputs = jax.tree.leaves(jax.eval_shape(update, tree, state, tree))
+            numbers = self.of_outputs(update, tree, state, tree)
             # A layer without weights is not computed with.
-            read.append([number for number, v in zip(outputs, jaxpr.jaxpr.outvars, strict=True) if v.aval.size])
+            read.append([number for number, output in zip(numbers, outputs, strict=True) if output.size])
         return len(read[0]) == len(read[1]) and self._match(list(zip(*read, strict=True)))
+
+    def of_outputs(self, function: Callable[..., Any], *args: Any) -> list[int]:
+        """Trace a function, and return the number of the formula of each array that it returns."""
+        jaxpr = jax.make_jaxpr(function)(*args)
+        inputs = [self._number(("input", i)) for i in range(len(jaxpr.jaxpr.invars))]
+        return self._read(jaxpr.jaxpr, jaxpr.consts, inputs)
 
     def _match(self, pairs: list[tuple[int, int]]) -> bool:
         """Whether the formulas of each pair are the same, apart from the rounding of their constants."""
@@ -132,6 +137,37 @@ class Formulas:
         if self.any_width:
             facts = [(key, FLOATS.sub(_without_width, text)) for key, text in facts]
         return [self._number((name, *sorted(facts), i), tuple(inputs)) for i in range(len(equation.outvars))]
+
+
+def keeps_layers_apart(update: Callable[..., Any], state: Any, tree: Any) -> bool:
+    """Whether what `update(gradients, state, weights)` returns for a layer depends on numbers and this layer only."""
+    weights = dict(jax.tree_util.tree_leaves_with_path(tree))
+    own = [frozenset({path}) for path in weights]
+    of_state = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        layer = next((path[i:] for i in range(len(path) + 1) if _belongs(leaf, weights.get(path[i:]))), None)
+        if leaf.ndim and layer is None:
+            return False
+        of_state.append(frozenset() if layer is None else frozenset({layer}))
+    jaxpr = jax.make_jaxpr(update)(tree, state, tree)
+    found = _reached(jaxpr.jaxpr, jaxpr.consts, [*own, *of_state, *own])
+    return all(reached <= layer for reached, layer in zip(found, [*own, *of_state], strict=True))
+
+
+def _reached(jaxpr: Any, consts: Any, inputs: list[frozenset[Any]]) -> list[frozenset[Any]]:
+    """Return the union of the inputs that each output of a jaxpr depends on."""
+
+    def rule(equation: Any, inputs: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        name, inner = equation.primitive.name, inner_jaxprs(equation)
+        if name == "cond":
+            index, *operands = inputs
+            branches = [_reached(*branch, operands) for branch in inner]
+            return [index.union(*ways) for ways in zip(*branches, strict=True)]
+        if len(inner) == 1 and len(inner[0][0].invars) == len(inputs) and name not in ("while", "scan"):
+            return _reached(*inner[0], inputs)
+        return [frozenset().union(*inputs)] * len(equation.outvars)
+
+    return interpret(jaxpr, consts, inputs, constant=lambda _: frozenset(), rule=rule)
 
 
 def _belongs(leaf: Any, weight: Any) -> bool:

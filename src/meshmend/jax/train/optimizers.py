@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.typing import ArrayLike, DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.engine.collectives import Group, Leaf, Shards, Tree, all_reduce, groups_of
+from meshmend.jax.engine.collectives import Group, Leaf, Shards, Tree, all_reduce, groups_of, rows_in_use
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.train.optimizer_check import NEEDS_NORMS, Before
@@ -121,9 +121,11 @@ class LayerPart:
         """Return the layers of `params`, as this device has them before they are cut by the program."""
         leaves, owned = jax.tree.leaves(params), program.owned[0]
         groups = groups_of(leaves, program.layout, accumulate_dtype)
-        # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
-        mine = (owned < program.layout.shape.total_chunks)[:, None]
-        numbers = [jnp.where(mine, layers_of_chunks(owned, one, leaves), len(one.members)) for one in groups]
+        numbers = []
+        for group in groups:
+            own = layers_of_chunks(owned, group, leaves)
+            # Rows past the last chunk must not count as anybody's.
+            numbers.append(jnp.where(rows_in_use(program, own.ndim), own, len(group.members)))
         return cls(len(leaves), groups, numbers, tile, is_stack)
 
     def sums_of_squares(self, shards: Shards) -> list[jax.Array]:
@@ -248,16 +250,18 @@ def squares_of(values: jax.Array) -> jax.Array:
     return jnp.real(values * jnp.conj(values))
 
 
-def layers_of_chunks(chunks: jax.Array, group: Group, leaves: Sequence[Leaf]) -> jax.Array:
+def layers_of_chunks(
+    chunks: Annotated[jax.Array, "int32[R]"], group: Group, leaves: Sequence[Leaf]
+) -> Annotated[jax.Array, "int32[R, ...]"]:
     """Return the number within the group of the layer that each element of this core's chunks belongs to.
 
-    What is padding at the end of the payload has the number after the last.
+    They are in the shape of shards. What is padding at the end of the payload has the number after the last.
     """
     layout = group.layout
     if layout.core_axis is not None:
         chunks = chunks + lax.axis_index(layout.core_axis) * layout.shape.total_chunks
     ends = np.cumsum([math.prod(leaves[i].shape) for i in group.members], dtype=np.int64)
-    return layer_numbers(chunks, jnp.arange(group.chunk), ends, group.chunk)
+    return layer_numbers(chunks, jnp.arange(group.chunk).reshape(group.chunk_shape), ends, group.chunk)
 
 
 def layer_numbers(chunks: jax.Array, offsets: jax.Array, ends: NDArray[np.int64], chunk: int) -> jax.Array:

@@ -15,8 +15,8 @@ The parts are plain functions of pytrees: jit them, donate to them, scan over th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.jax.engine.collectives import (
+    Group,
+    Shards,
     Tree,
     all_gather,
     all_reduce,
@@ -41,8 +43,9 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.engine.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.train.arguments import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
+from meshmend.jax.train.by_name import for_shards
 from meshmend.jax.train.fused_update import FusedUpdate
-from meshmend.jax.train.optimizer_check import Before, check_elementwise, update_weights, with_steady_dtypes
+from meshmend.jax.train.optimizer_check import Before, update_weights, with_steady_dtypes
 from meshmend.jax.train.optimizers import inside_tile, sharded_layers
 from meshmend.jax.train.part_sums import LossSums, PartLoss, Sums, count_of, divide_by_weight
 from meshmend.jax.train.shardings import match_specs, shapes_inside, specs_of_state, stacked_specs
@@ -119,8 +122,9 @@ def train_step(
     change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
     With an update of two phases the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get the
-    norms of layers from here. Use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
-    fused update likewise, but without LARS and LAMB, which need their norms before the first update.
+    norms of layers from here. Use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Masks and labels may go by the
+    names of layers, as in `optax.masked`. Others are refused. With a fused update likewise, but without LARS and LAMB,
+    which need their norms before the first update.
 
     On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
     inside one, as in `value_and_grad`. The optimizer's state is split as its parameters are. Where the update is
@@ -157,7 +161,7 @@ class Training(ABC):
     """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
 
     loss: Callable[..., Tree]
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     fabric: Fabric
     has_aux: bool
     microbatches: int
@@ -180,6 +184,11 @@ class Training(ABC):
     def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet."""
 
+    def optimizer_of(self, params: Tree, program: Program) -> optax.GradientTransformationExtraArgs:
+        """Return the optimizer as it updates what `cut` returns of parameters that are whole."""
+        del params, program
+        return self.optimizer
+
     def train_step(self) -> TrainStep:
         """Return the two functions."""
         check_microbatches(self.microbatches)
@@ -199,8 +208,10 @@ class Training(ABC):
         if self.tiles is not None and not program.is_sharded:
             return self._put(self.optimizer.init(params), of_state)
 
+        optimizer = self.optimizer_of(params, program)
+
         def local(params: Tree, program: Program) -> Tree:
-            return self.optimizer.init(self.cut(params, program))
+            return optimizer.init(self.cut(params, program))
 
         return self._mapped(local, (of_params, program.spec), of_state)(params, program)
 
@@ -340,6 +351,8 @@ class _WholeParams(Training):
     is_fsdp = False
 
     shardings: Tree
+    checked: dict[Any, optax.GradientTransformationExtraArgs] = field(default_factory=dict, repr=False)
+    """The optimizer as it updates shards, for parameters and layouts that have been traced."""
 
     def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
         check_program(program, self.fabric)
@@ -349,16 +362,43 @@ class _WholeParams(Training):
                 return inside, WHOLE
             return inside, specs_of_state(jax.eval_shape(self.optimizer.init, params), params, inside)
 
-        local = jax.tree.leaves(shapes_inside(params, inside, self.fabric.jax_mesh))
-        groups = groups_of(local, program.layout, self.accumulate_dtype)
-        own = tuple(jax.ShapeDtypeStruct((program.owned.shape[-1], one.chunk), one.dtype) for one in groups)
-        wide = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
-        )
-        check_elementwise(self.optimizer, own, wide, own=params, with_update=program.update == "fused")
         by_device = PartitionSpec(self.fabric.axes)
-        state = jax.eval_shape(self.optimizer.init, own)
+        own = self._shards(self._groups(params, inside, program), program)
+        state = jax.eval_shape(self.optimizer_of(params, program).init, own)
         return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else WHOLE, state)
+
+    def optimizer_of(self, params: Tree, program: Program) -> optax.GradientTransformationExtraArgs:
+        if not program.is_sharded:
+            return self.optimizer
+        leaves, structure = jax.tree.flatten(params)
+        key = structure, tuple((x.shape, x.dtype) for x in leaves), program.layout, program.update
+        if key not in self.checked:
+            groups = self._groups(params, match_specs((self.shardings,), (params,), self.fabric)[0], program)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+            wide = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
+            )
+            self.checked[key] = for_shards(
+                self.optimizer,
+                self._shards(groups, program),
+                groups,
+                wide,
+                own=shapes,
+                with_update=program.update == "fused",
+            )
+        return self.checked[key]
+
+    def _groups(self, params: Tree, inside: Specs, program: Program) -> list[Group]:
+        local = jax.tree.leaves(shapes_inside(params, inside, self.fabric.jax_mesh))
+        return groups_of(local, program.layout, self.accumulate_dtype)
+
+    @staticmethod
+    def _shards(groups: Sequence[Group], program: Program) -> Shards:
+        """Return what a chip owns of each group, as shapes and dtypes."""
+        n_rows = program.owned.shape[-1]
+        shapes: Any = tuple(jax.ShapeDtypeStruct(one.shard_shape(n_rows), one.dtype) for one in groups)
+        found: Shards = shapes
+        return found
 
     def loss_of(self, program: Program) -> PartLoss:
         del program
@@ -373,11 +413,12 @@ class _WholeParams(Training):
             return update_weights(self.optimizer, before, gradients)
         sums = self.accumulate_dtype
         tile = inside_tile(match_specs((self.shardings,), (before.whole,), self.fabric)[0], self.fabric)
+        optimizer = self.optimizer_of(before.whole, program)
         if program.update == "fused":
-            return FusedUpdate(self.optimizer, before, mean, program, sums, tile).of(gradients)
+            return FusedUpdate(optimizer, before, mean, program, sums, tile).of(gradients)
         own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
         layers = sharded_layers(before, program, sums, tile)
-        own, state = update_weights(self.optimizer, before, own_gradients, layers=layers)
+        own, state = update_weights(optimizer, before, own_gradients, layers=layers)
         return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
 
 

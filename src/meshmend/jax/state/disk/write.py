@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshmend.errors import RestartError, TransientError
 from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.state.layout.rectangles import Box, ChunkGrid, chunk_shape, inside, overlap, shape_of
-from meshmend.jax.state.layout.state_layout import StateLayout, Values, device_number
+from meshmend.jax.state.layout.state_layout import StateLayout, Values
 from meshmend.jax.state.waiting import wait_for
 from meshmend.launch.signing import checksum, file_key
 
@@ -54,17 +54,17 @@ def copy_to_host(layout: StateLayout, params: Tree, state: Tree, *, slices: bool
     slices = layout.devices[0].platform != "cpu" if slices is None else slices
     leaves = jax.tree.leaves((params, state))
     wait_for(leaves)
-    number = {device: i for i, device in enumerate(layout.devices)}
     found: list[tuple[jax.Array, list[Place]]] = []
     which = 0
     for i, leaf in enumerate(leaves):
         for shard in leaf.addressable_shards:
+            number = layout.numbers[shard.device]
             if layout.is_sharded[i]:
-                rows, width = layout.outline.rows(which, device_number(shard, layout.outline.n_rows)), leaf.shape[-1]
-                places = [(f"sharded {which}", start, row * width, length) for row, start, length in rows]
+                rows, chunk = layout.outline.rows(which, number), layout.outline.sharded[which].chunk
+                places = [(f"sharded {which}", start, row * chunk, length) for row, start, length in rows]
                 found.append((shard.data, places))
             else:
-                found += _share(layout, i, shard.data, number[shard.device], slices)
+                found += _share(layout, i, shard.data, number, slices)
         which += layout.is_sharded[i]
     for data, _ in found:
         data.copy_to_host_async()

@@ -174,6 +174,11 @@ class StateLayout:
         return list(self.fabric.jax_mesh.devices.flat)
 
     @cached_property
+    def numbers(self) -> dict[Any, int]:
+        """The number of each device."""
+        return {device: number for number, device in enumerate(self.devices)}
+
+    @cached_property
     def pieces(self) -> dict[str, list[Piece]]:
         """For each vector the rectangles of the user's arrays that it has one after the other."""
         number = {id(user): i for i, user in enumerate(self.users)}
@@ -295,9 +300,8 @@ class StateLayout:
         parts = []
         for shard in old.addressable_shards:
             values = np.array(shard.data)
-            rows = values.reshape(-1, values.shape[-1])
-            device = device_number(shard, self.outline.n_rows)
-            for row, start, length in self.outline.rows(which, device):
+            rows = values.reshape(-1, self.outline.sharded[which].chunk)
+            for row, start, length in self.outline.rows(which, self.numbers[shard.device]):
                 rows[row, :length] = read(f"sharded {which}", start, start + length)
             parts.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
@@ -323,8 +327,3 @@ def put(tree: Tree, fabric: Fabric, shardings: Any = None) -> Tree:
 def _name(path: tuple[Any, ...], leaf: Any) -> str:
     """Describe a leaf of (params, state), as in params['w'] float32[2, 3]."""
     return f"{('params', 'state')[path[0].idx]}{jax.tree_util.keystr(path[1:])} {leaf.dtype}{list(leaf.shape)}"
-
-
-def device_number(shard: Any, n_rows: int) -> int:
-    """Return the number of the device that a shard of a sharded leaf lies on."""
-    return (shard.index[-2].start or 0) // max(n_rows, 1)

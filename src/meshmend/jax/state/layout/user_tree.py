@@ -109,7 +109,7 @@ def _of_update(training: TrainStep, program: Program, params: Tree, state: Tree)
     ]
     groups = groups_of(shards, program.layout, training.accumulate_dtype)
     n_rows = int(fabric.jax_mesh.size) * len(program.layout.shape.owned[0])
-    expected = [(n_rows, group.chunk) for group in groups]
+    expected = [group.shard_shape(n_rows) for group in groups]
     by_owner = PartitionSpec(fabric.axes)
     cut = _Cut(params, specs[:n_params], groups, by_owner, accumulate_dtype=training.accumulate_dtype)
 
@@ -148,7 +148,7 @@ def _of_sharded_params(training: TrainStep, program: Program, params: Tree, stat
             return array
         outline, stack = leaf.outline, () if leaf.n_layers is None else (leaf.n_layers,)
         groups = groups_of(jax.tree.leaves(outline.own_like), program.layout, outline.accumulate_dtype)
-        _check_shards(path, leaf, [(*stack, n_rows, group.chunk) for group in groups])
+        _check_shards(path, leaf, [(*stack, *group.shard_shape(n_rows)) for group in groups])
         specs = jax.tree.leaves(outline.specs_inside, is_leaf=is_spec)
         cut = _Cut(outline.like, specs, groups, spec_of(outline, fabric), leaf.n_layers, outline.accumulate_dtype)
         tree, found = cut.split(leaf.shards)

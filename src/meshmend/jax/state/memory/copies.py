@@ -55,6 +55,9 @@ KIND = "copy in memory"
 ASIDE = ".aside"
 """Ends the name of a copy that a restart went back behind: it goes when all hosts have written a newer one."""
 UNSIGNED = "-"
+LAYOUT = 1
+"""Version of the order of elements in a part; a header without one is of version 1. In that, a shard's rows follow one
+another and each chunk is flat, however a device stores it: (R, n) and a TPU's (R, n/128, 128) are the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class HostMemory:
             "run": copy.run,
             "identity": copy.identity.as_json(),
             "outline": copy.outline.as_json(),
+            "layout": LAYOUT,
             "parts": copy.parts,
             "extra": copy.extra,
             "verified": copy.verified,
@@ -367,12 +371,18 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         outline.check()
         checksums = tuple(int(checksum, 16) for checksum in facts["checksums"])
         extra = facts["extra"]
-        verified = int(facts["verified"])
+        layout, verified = int(facts.get("layout", 1)), int(facts["verified"])
         hosts = tuple(int(host) for host in facts["hosts"])
         if not UNCHECKED <= verified <= step:
             raise RestartError(f"expected a verified step up to {step}, got {verified}")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:
         raise RestartError(f"{path} is damaged: its header does not describe a copy ({error}).") from error
+    if not 1 <= layout <= LAYOUT:
+        raise RestartError(
+            f"{path} has elements in the order of version {layout}, expected at most {LAYOUT}: a newer meshmend has "
+            "written it. Go on with that one, or remove the file.",
+            step=step,
+        )
     first_byte = file.tell()
     copy = Copy(
         attempt,

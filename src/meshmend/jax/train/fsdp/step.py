@@ -88,11 +88,13 @@ class _ShardedParams(Training):
         n_devices = int(self.fabric.jax_mesh.size)
 
         def own(one: ShardedParams) -> ShardedParams:
-            shards: Any = [
-                jax.ShapeDtypeStruct((*x.shape[:-2], x.shape[-2] // n_devices, x.shape[-1]), x.dtype)
-                for x in one.shards
-            ]
-            return ShardedParams(tuple(shards), one.outline)
+            n_stack = 0 if one.n_layers is None else 1
+
+            def of_device(x: Any) -> Any:
+                *stack, rows = x.shape[: n_stack + 1]
+                return jax.ShapeDtypeStruct((*stack, rows // n_devices, *x.shape[n_stack + 1 :]), x.dtype)
+
+            return ShardedParams(tuple(map(of_device, one.shards)), one.outline)
 
         def layers(one: ShardedParams) -> Tree:
             sums = one.outline.accumulate_dtype
