@@ -11,6 +11,7 @@ no mesh, with a warning, and of a group of one. Tensors of an accelerator are st
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,9 +30,8 @@ from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import check_tensor, device_of, kind_of
 from meshmend.torch.plans import Plans
-from meshmend.torch.private import GlooBased, gloo_group, name_group
+from meshmend.torch.private import GlooBased, fail_future, gloo_group, name_group
 from meshmend.torch.rendezvous import fresh_store
-from meshmend.torch.staging import by_gloo
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
 
@@ -112,7 +112,37 @@ class MeshBackend(GlooBased):
         return MeshWork(group.start(run, device_of(results)), self.chip)
 
     def _gloo(self, name: str, *arguments: Any) -> dist.Work:
-        return by_gloo(self.gloo, name, *arguments)
+        """Call a collective of Gloo: with tensors of a device, on copies. The first argument holds the results."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def on_host(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [on_host(one) for one in value]
+            if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+                return value
+            copies.append((value, value.detach().cpu()))
+            return copies[-1][1]
+
+        first = on_host(arguments[0])
+        results = [] if name == "send" else list(copies)
+        work: dist.Work = getattr(self.gloo, name)(first, *map(on_host, arguments[1:]))
+        if not copies:
+            return work
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[copies[0][0].device])
+
+        def finish() -> None:
+            try:
+                work.wait()
+                with torch.no_grad():
+                    for result, copy in results:
+                        result.detach().copy_(copy)
+            except Exception as error:
+                fail_future(future, error)
+            else:
+                future.set_result([result for result, _ in results])
+
+        threading.Thread(target=finish, daemon=True).start()
+        return MeshWork(future, self.chip)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]  # as torch calls it
         """Reduce a tensor in place over all members; every member ends with the same bits."""

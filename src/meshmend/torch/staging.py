@@ -4,7 +4,7 @@ Copies are queued on the current stream of the thread that runs the engine, cut 
 own pieces have arrived from the device, and a piece returns after the last message that changes it, so copies overlap
 with messages. A group's worker has a stream of its own, which waits for the caller's (`meshmend.torch.work`).
 
-`torch.accelerator` is all that is known of the device. Gloo's own collectives run on copies as a whole.
+`torch.accelerator` is all that is known of the device.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshmend.torch.payload import Flat
-from meshmend.torch.private import Work
 
 PIECE_BYTES = 2**22
 
@@ -111,56 +107,3 @@ class Staged:
         for piece in self._up:
             self.host[slice(*piece)] /= n
             self._copy(self.payload, self.host, piece)
-
-
-class HostWork(Work):
-    """A collective of Gloo under way on copies of a device's tensors; whoever waits for it copies the results back."""
-
-    def __init__(self, work: Work, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()
-        self._work, self._results, self._guard, self._is_done = work, results, threading.Lock(), False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, and queue the copies on the current stream."""
-        with self._guard, torch.no_grad():
-            if not self._is_done:
-                self._work.wait(timeout) if timeout else self._work.wait()
-                for result, copy in self._results:
-                    result.detach().copy_(copy)
-            self._is_done = True
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether nothing is left to wait for."""
-        return bool(self._is_done or self._work.is_completed())
-
-    def result(self) -> list[torch.Tensor]:
-        """Wait for the end, and return the tensors that hold the result."""
-        self.wait()
-        return [result for result, _ in self._results]
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Wait for the end, and return a future that has ended."""
-        found: torch.futures.Future[Any] = torch.futures.Future(
-            devices=list({result.device for result, _ in self._results})
-        )
-        found.set_result(self.result())
-        return found
-
-
-def by_gloo(gloo: dist.ProcessGroup, name: str, *arguments: Any) -> dist.Work:
-    """Call a collective of Gloo: with a device's tensors, on copies. The first argument holds the results."""
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def on_host(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [on_host(one) for one in value]
-        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return value
-        copies.append((value, value.detach().cpu()))
-        return copies[-1][1]
-
-    results = on_host(arguments[0])
-    n_results = 0 if name == "send" else len(copies)
-    work: dist.Work = getattr(gloo, name)(results, *map(on_host, arguments[1:]))
-    return HostWork(work, copies[:n_results]) if copies else work
