@@ -8,13 +8,15 @@ rm -rf "$times" && mkdir -p "$times"
 # Most of an installation would be the compiling of modules that no test imports: Python does that for those it imports.
 export PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$PWD/constraints.txt
 
-# The judge of our predictions, the browser that our pages are tried in, what makes the lab's network namespaces, and the
-# server that scrapes a job's metrics. Without them, and without the right to install them, their tests are skipped and say so.
+# The judge of our predictions, the browser that our pages are tried in, what makes the lab's network namespaces, what
+# tells hosts how they are wired, and the server that scrapes a job's metrics. Without them, and without the right to
+# install them, their tests are skipped and say so.
 install_tools() {
   local missing=()
   /usr/bin/python3 -c 'import simgrid' > /dev/null 2>&1 || missing+=(python3-simgrid)
   command -v chromedriver > /dev/null || missing+=(chromium chromium-driver)
   command -v ip > /dev/null || missing+=(iproute2)
+  command -v lldpd > /dev/null || missing+=(lldpd)
   command -v promtool > /dev/null || missing+=(prometheus prometheus-node-exporter-)  # the server alone
   if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "${missing[@]}" > /dev/null

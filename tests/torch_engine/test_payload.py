@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "sparse": (lambda: torch.eye(4).to_sparse(), SUM, "needs a dense tensor, got a torch.sparse_coo one"),
     "sparse rows": (lambda: torch.eye(4).to_sparse_csr(), SUM, "got a torch.sparse_csr one"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), SUM, "got a quantized one"),
-    "meta": (lambda: torch.ones(4, device="meta"), SUM, "needs a tensor on the CPU, got one on meta"),
+    "meta": (lambda: torch.ones(4, device="meta"), SUM, "needs a tensor on the CPU or an accelerator, got one on meta"),
     "a wrapper": (wrapped, SUM, "needs a plain tensor, got Wrapped"),
     "part of a graph": (lambda: torch.ones(4, requires_grad=True) * 2, SUM, "Gradients do not flow through"),
     "expanded": (lambda: torch.ones(1).expand(6), SUM, "needs a place in memory for each element"),

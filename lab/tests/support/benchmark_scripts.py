@@ -132,6 +132,7 @@ SCRIPTS: dict[str, Script] = {
     "torch_agreement": Script("--shape 1x2 --payload 4000", r"4,000 bytes: \d", TORCH),
     "torch_backend": Script("--loopback 1x2 --payload 100kB --repeat 1", r"DDP step +\d", TORCH, is_slow=True),
     "torch_failures": Script("2x4 --kills 1", r"\d", (*TORCH, "torchft"), is_slow=True),
+    "torch_staging": Script("--shape 1x2 --payload 4000 --repeat 2", r"^ +4,000  ", TORCH, is_slow=True),
     "torch_steps": Script("--shape 1x2 --steps 5 --repeat 1", r"^seconds, start to end +\d", TORCH, is_slow=True),
     "weave": Script("--chips 64 --scale", r"8x8 minus 4x2@2,2 +│"),
 }

@@ -6,15 +6,19 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.text import Text
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import shortest_path
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json
+from meshmend.cli.common import check_output, mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, option, read_wrap
 from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import find_hardware
-from meshmend.errors import ParameterError, name_chip
+from meshmend.errors import MachineError, ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
+from meshmend.machines.own import text_of
 from meshmend.topology import Mesh, name_cable, parse_shape
 
 MOST_LISTED = 12
@@ -27,6 +31,13 @@ def command(
         str | None, option("--shape", "SHAPE", "The machine's shape, if the file leaves it open: 4x8.")
     ] = None,
     wrap: WrapOption = "none",
+    lldp: Annotated[
+        Path | None,
+        option(
+            "--lldp", "DIR", "LLDP neighbours of each host, as DIR/HOST.json (lldpcli -f json0): the source of FILE."
+        ),
+    ] = None,
+    routes: Annotated[str | None, option("--routes", "HOST", "The commands that join a host to all others.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
@@ -36,11 +47,21 @@ def command(
 
     Example: meshmend machine cluster.yaml
     Example: meshmend machine today.yaml --intended healthy.yaml
+    Example: meshmend machine wired.json --lldp neighbours --intended shape.yaml
+    Example: meshmend machine wired.json --routes node-a
     """
     if shape is None and wrap != "none":
         raise ParameterError("--wrap goes with --shape: give both, or neither.")
     wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
-    machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
+    machine = read_machine(file if lldp is None else lldp, intended=intended, shape=shape, wrap=wraps)
+    if routes is not None:
+        commands = _routes(machine, routes)
+        print_json({"host": routes, "commands": commands}) if json else typer.echo("\n".join(commands))
+        return
+    if lldp is not None:
+        check_output("FILE", file, (".json",))
+        file.write_text(text_of(machine), encoding="utf-8")
+        intended = None  # the file says what is missing
     if machine.hardware is not None:
         find_hardware(machine.hardware)  # a name that is not known would fail in the next command
     then = _next(machine, file, intended)
@@ -48,6 +69,31 @@ def command(
         print_json(_facts(machine, then))
     else:
         _show(machine, then)
+
+
+def _routes(machine: Machine, host: str) -> list[str]:
+    """Return the commands that let a host reach all others over its own cables, and forward what is for others."""
+    mesh, at = machine.mesh, machine.coordinate(host)
+    chips = [machine.chips.get(mesh.chip(rank)) for rank in range(mesh.n_chips)]
+    hosts = [chip for chip in chips if chip is not None and chip.address and chip.ports]
+    if not mesh.live[at] or len(hosts) < mesh.n_chips:
+        raise MachineError(
+            f"{machine.file}: routes need a live host, and each host's address and ports. Describe the machine with "
+            "`meshmend machine FILE.json --lldp DIR`."
+        )
+    rank, edges = mesh.rank(at), mesh.cables
+    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(mesh.n_chips, mesh.n_chips))
+    # In the tree of shortest ways from a destination, what comes before this host is the next on the way to it.
+    _, before = shortest_path(graph, directed=False, unweighted=True, return_predecessors=True)
+    own, near = hosts[rank], [hosts[other] for other in mesh.neighbours[rank] if other >= 0]
+    ends = ["all", *(own.ports[other.name] for other in near)]
+    commands = [f"sysctl -w net.ipv4.ip_forward=1 {' '.join(f'net.ipv4.conf.{end}.rp_filter=0' for end in ends)}"]
+    for to, other in enumerate(hosts):
+        if to != rank:
+            via = hosts[before[to, rank]]
+            way = f"via {via.address} dev {own.ports[via.name]} onlink src {own.address}"
+            commands.append(f"ip route replace {other.address}/32 {way}")
+    return commands
 
 
 def _next(machine: Machine, file: Path, intended: Path | None) -> str:

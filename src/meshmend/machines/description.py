@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -19,7 +20,8 @@ Pair = tuple[str, str]
 class Chip:
     """A chip as its operator knows it: its name, the host or board that it is on, and whether it has failed.
 
-    `device` is the number by which the machine's runtime knows it, where the description has one.
+    `device` is the number by which the machine's runtime knows it, where the description has one. A chip that is a host
+    has an `address`, and `ports`: its interface towards each neighbour, by the neighbour's name.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Chip:
     failed: bool = False
     coordinate: Coordinate | None = None
     device: int | None = None
+    address: str | None = None
+    ports: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

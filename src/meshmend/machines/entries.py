@@ -113,6 +113,11 @@ class Entry:
         for number, value in enumerate(found.value):
             yield found._sub(value, f"[{number}]")
 
+    def matching(self, pattern: re.Pattern[str], expected: str) -> str:
+        """Return the value as a text of that form, which may stand in a command."""
+        text = self.text()
+        return text if pattern.fullmatch(text) else self.refuse(expected)
+
     def whole(self, least: int = 0, most: int = MAX_NUMBER) -> int:
         """Return the value as a whole number."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not least <= self.value <= most:

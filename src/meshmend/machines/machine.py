@@ -287,7 +287,8 @@ def _minus(intended: Description, found: Description) -> Machine:
             failed, cables, rates = failed + found.failed_coordinates, cables + found.failed_cables, rates | found.rates
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
-    machine = Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes))
+    chips = {**whole.chips, **{at: found.chips[key] for key, at in here.items() if found.chips[key].ports}}
+    machine = Machine(mesh, found.format, found.file, chips, hardware, tuple(notes))
     return _addressed(machine, found, here)
 
 

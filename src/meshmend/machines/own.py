@@ -22,19 +22,24 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from meshmend.errors import Coordinate, MachineError, MeshError, name_chip
 from meshmend.machines.description import MAX_CHIPS, Chip, Description, read_topology
 from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
-from meshmend.topology import MAX_AXES, Region, parse_chip, parse_wrap
+from meshmend.machines.machine import Machine
+from meshmend.topology import MAX_AXES, Region, name_cable, parse_chip, parse_wrap
 from meshmend.topology.rates import check_rate
 
 FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
 QUOTE = 'Quote what has a comma in it: "0,3", "0,0-0,1".'
+HOST, INTERFACE = re.compile(r"\w[\w.-]{0,252}", re.ASCII), re.compile(r"\w[\w.:-]{0,14}", re.ASCII)
+ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}", re.ASCII)
 FIELDS = (MARK, "name", "hardware", "shape", "wrap", "channels", "chips", "hosts", "cables", "failed", "rates")
 
 
@@ -64,6 +69,30 @@ def read(root: Entry) -> Description:
     except MeshError as error:
         raise MachineError(f"{root.file}: {error}", file=root.file) from None
     return found
+
+
+def text_of(machine: Machine) -> str:
+    """Return a laid-out machine as JSON of this format."""
+    mesh = machine.mesh
+    chips = {
+        chip.name: {"at": list(at), "host": chip.host or chip.name, "address": chip.address, "ports": dict(chip.ports)}
+        for at, chip in sorted(machine.chips.items())
+    }
+    failed = [",".join(map(str, at)) for at in machine.failed_chips] + [
+        name_cable(cable) for cable in mesh.failed_cables
+    ]
+    facts: dict[str, Any] = {
+        MARK: VERSION,
+        "shape": "x".join(map(str, mesh.shape)),
+        "wrap": ",".join(str(axis) for axis, wraps in enumerate(mesh.wrap) if wraps) or "none",
+        "chips": {name: {key: value for key, value in chip.items() if value} for name, chip in chips.items()},
+        "failed": failed,
+        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
+    }
+    if machine.hardware is not None:
+        is_file = machine.hardware.endswith(".json")
+        facts["hardware"] = str(Path(machine.hardware).absolute()) if is_file else machine.hardware
+    return json.dumps(facts, indent=1) + "\n"
 
 
 def _hardware(entry: Entry) -> str:
@@ -115,6 +144,7 @@ def _read_shape(root: Entry, found: Description) -> None:
                 region.refuse("each chip on one host", f"{name_chip(coordinate)}, which {host_of[coordinate]} has")
             host_of[coordinate] = str(name)[:256]
     named: dict[Coordinate, str] = {}
+    wired: dict[Coordinate, dict[str, Any]] = {}
     for name, chip in root.items("chips"):
         at = chip.need("at") if isinstance(chip.value, dict) else chip
         coordinate = _coordinate(at, shape)
@@ -123,9 +153,13 @@ def _read_shape(root: Entry, found: Description) -> None:
         named[coordinate] = str(name)[:256]
         if isinstance(chip.value, dict) and (host := chip.get("host")) is not None:
             host_of[coordinate] = host.text()
+        if isinstance(chip.value, dict) and (address := chip.get("address")) is not None:
+            ports = {str(other): port.matching(INTERFACE, "an interface") for other, port in chip.items("ports")}
+            wired[coordinate] = {"address": address.matching(ADDRESS, "an IPv4 address"), "ports": ports}
     for coordinate in sorted({*named, *host_of}):
         name = named.get(coordinate, ",".join(map(str, coordinate)))
-        found.add_chip(name, Chip(name, host_of.get(coordinate), coordinate=coordinate))
+        more = wired.get(coordinate, {})
+        found.add_chip(name, Chip(name, host_of.get(coordinate), coordinate=coordinate, **more))
     for entry in root.rows("failed"):
         _read_failed(entry, found, shape)
     for text, rate in root.items("rates"):

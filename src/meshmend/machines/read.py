@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import cast
 
 from meshmend.errors import MachineError
-from meshmend.machines import neuron, own, tenstorrent
+from meshmend.machines import lldp, neuron, own, tenstorrent
 from meshmend.machines.description import Description, read_topology
 from meshmend.machines.entries import read_json, read_text, read_yaml
 from meshmend.machines.grid import Grid
 from meshmend.machines.machine import Machine, machine_of
 from meshmend.topology import Mesh
 
-FORMATS = (tenstorrent.FORMAT, neuron.FORMAT, own.FORMAT)
+FORMATS = (tenstorrent.FORMAT, neuron.FORMAT, own.FORMAT, f"a folder with {lldp.FORMAT}")
 ADDED = "meshmend.machines"
 """Entry points that read further formats: functions from a text and its file to a description, or None for another
 format."""
@@ -55,6 +55,8 @@ def as_machine(machine: Machine | Path | str) -> Machine:
 def read_description(file: Path | str) -> Description:
     """Return what a file says, in whichever of `FORMATS` it is."""
     path = Path(file)
+    if path.is_dir():
+        return lldp.read(path)
     return parse_description(read_text(path), str(path))
 
 

@@ -6,11 +6,12 @@ of it later (`new_group`, a `DeviceMesh`) know that already.
 
 All-reduce, reduce-scatter, all-gather and broadcast run plans. Everything else is Gloo's, over the same connections:
 barriers, sends and receives, all-to-all, gather, scatter, reduce. So is every collective of a group whose members form
-no mesh, with a warning, and of a group of one.
+no mesh, with a warning, and of a group of one. Tensors of an accelerator are staged in host memory (`staging`).
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,9 +28,9 @@ from meshmend.torch.lost import Reports
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.options import MeshOptions
-from meshmend.torch.payload import check_tensor, kind_of
+from meshmend.torch.payload import check_tensor, device_of, kind_of
 from meshmend.torch.plans import Plans
-from meshmend.torch.private import GlooBased, gloo_group, name_group
+from meshmend.torch.private import GlooBased, fail_future, gloo_group, name_group
 from meshmend.torch.rendezvous import fresh_store
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
@@ -108,21 +109,54 @@ class MeshBackend(GlooBased):
             job()
             return results
 
-        return MeshWork(group.start(run), self.chip)
+        return MeshWork(group.start(run, device_of(results)), self.chip)
+
+    def _gloo(self, name: str, *arguments: Any) -> dist.Work:
+        """Call a collective of Gloo: with tensors of a device, on copies. The first argument holds the results."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def on_host(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [on_host(one) for one in value]
+            if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+                return value
+            copies.append((value, value.detach().cpu()))
+            return copies[-1][1]
+
+        first = on_host(arguments[0])
+        results = [] if name == "send" else list(copies)
+        work: dist.Work = getattr(self.gloo, name)(first, *map(on_host, arguments[1:]))
+        if not copies:
+            return work
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[copies[0][0].device])
+
+        def finish() -> None:
+            try:
+                work.wait()
+                with torch.no_grad():
+                    for result, copy in results:
+                        result.detach().copy_(copy)
+            except Exception as error:
+                fail_future(future, error)
+            else:
+                future.set_result([result for result, _ in results])
+
+        threading.Thread(target=finish, daemon=True).start()
+        return MeshWork(future, self.chip)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]  # as torch calls it
         """Reduce a tensor in place over all members; every member ends with the same bits."""
         tensors = _listed(tensors)
         opts = _options(opts, dist.AllreduceOptions)
         if self.mesh_group is None or len(tensors) != 1 or not _dense(tensors):
-            return self.gloo.allreduce(tensors, opts)
+            return self._gloo("allreduce", tensors, opts)
         return self._reduce(self.mesh_group, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce tensors in place, as one payload."""
         opts = _options(opts, dist.AllreduceCoalescedOptions)
         if self.mesh_group is None or not _dense(tensors):
-            return self.gloo.allreduce_coalesced(tensors, opts)
+            return self._gloo("allreduce_coalesced", tensors, opts)
         return self._reduce(self.mesh_group, list(tensors), opts)
 
     def _reduce(self, group: MeshGroup, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
@@ -140,7 +174,7 @@ class MeshBackend(GlooBased):
                 opts.timeout = timeout
         opts = _options(opts, dist.BroadcastOptions)
         if group is None or not _dense(tensors):
-            return self.gloo.broadcast(tensors, opts)
+            return self._gloo("broadcast", tensors, opts)
         root = opts.rootRank
         if not 0 <= root < self.size():
             raise CollectiveError(f"The root of a broadcast is a rank from 0 to {self.size() - 1}: got {root}.")
@@ -153,7 +187,7 @@ class MeshBackend(GlooBased):
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
         group = self.mesh_group
         if group is None or len(inputs) != 1 or len(outputs) != 1:
-            return self.gloo.allgather(outputs, inputs, opts)
+            return self._gloo("allgather", outputs, inputs, opts)
         shard, filled = inputs[0], list(outputs[0])
         if len(filled) != self.size():
             raise CollectiveError(f"An all-gather fills one tensor per member, {self.size()}: got {len(filled)}.")
@@ -171,7 +205,7 @@ class MeshBackend(GlooBased):
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
         group, outputs, shards = self.mesh_group, list(outputs), list(shards)
         if group is None or len({tensor.dtype for tensor in shards}) != 1:
-            return self.gloo.all_gather_single_coalesced(outputs, shards, opts)
+            return self._gloo("all_gather_single_coalesced", outputs, shards, opts)
         for output, shard in zip(outputs, shards, strict=True):
             _expect_shards(output, shard, self.size(), "output")
         _checked([*outputs, *shards])
@@ -186,12 +220,12 @@ class MeshBackend(GlooBased):
         opts = _options(opts, dist.ReduceScatterOptions)
         group = self.mesh_group
         if group is None or len(outputs) != 1 or len(inputs) != 1:
-            return self.gloo.reduce_scatter(outputs, inputs, opts)
+            return self._gloo("reduce_scatter", outputs, inputs, opts)
         output, parts = outputs[0], list(inputs[0])
         if len(parts) != self.size():
             raise CollectiveError(f"A reduce-scatter has one tensor per member, {self.size()}: got {len(parts)}.")
         if len({part.numel() for part in parts}) != 1:
-            return self.gloo.reduce_scatter(outputs, inputs, opts)
+            return self._gloo("reduce_scatter", outputs, inputs, opts)
         for part in parts:
             _expect(part, output.dtype, output.shape)
         kind = _checked([output, *parts], opts.reduceOp)
@@ -206,13 +240,23 @@ class MeshBackend(GlooBased):
         opts = _options(opts, dist.ReduceScatterOptions)
         group, outputs, inputs = self.mesh_group, list(outputs), list(inputs)
         if group is None or len({tensor.dtype for tensor in outputs}) != 1:
-            return self.gloo.reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._gloo("reduce_scatter_single_coalesced", outputs, inputs, opts)
         for output, payload in zip(outputs, inputs, strict=True):
             _expect_shards(payload, output, self.size(), "input")
         kind, payloads = _checked([*outputs, *inputs], opts.reduceOp), [[payload] for payload in inputs]
         return self._start(group, outputs, lambda: group.reduce_scatter(outputs, payloads, kind, _timeout(opts)))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # other names
+
+    def barrier(  # type: ignore[override]  # as torch calls it
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Wait for all members' processes: not for their devices."""
+        opts = opts or dist.BarrierOptions()
+        opts.device = torch.device("cpu")
+        if timeout is not None:
+            opts.timeout = timeout
+        return self.gloo.barrier(opts)
 
     def split_group(
         self,
@@ -244,6 +288,20 @@ class MeshBackend(GlooBased):
         """Take no more calls of collectives that run plans. The connections end with the group."""
         if self.mesh_group is not None:
             self.mesh_group.close(abort=False)
+
+
+def _of_gloo(name: str) -> Callable[..., dist.Work]:
+    def collective(self: MeshBackend, *arguments: Any) -> dist.Work:
+        return self._gloo(name, *arguments)
+
+    return collective
+
+
+for _name in (
+    *("all_to_all_single", "alltoall", "alltoall_base"),
+    *("gather", "recv", "recv_anysource", "reduce", "scatter", "send"),
+):
+    setattr(MeshBackend, _name, _of_gloo(_name))
 
 
 def tile_ranks(side: Sequence[int] | str) -> list[list[int]]:
@@ -313,6 +371,7 @@ def _checked(tensors: Sequence[torch.Tensor], op: Any = None) -> Any:
         kind = None if op is None else kind_of(op)
         for tensor in tensors:
             check_tensor(tensor.detach(), kind)
+        device_of(tensors)
     except (ParameterError, PayloadError) as error:
         raise CollectiveError(str(error)) from error
     return kind

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, ParameterError
 from meshmend.torch.lost import Reports
 from meshmend.torch.private import Transport, Work, cpu_backend
+from meshmend.torch.staging import PinnedBuffer
 
 FIRST_TAG = 2**30
 TAGS_PER_CHANNEL = 2**20
@@ -96,6 +97,7 @@ class Channel:
         self._n_tickets = 0
         self._n_served = 0
         self._buffers: dict[int, torch.Tensor] = {}
+        self.pinned = PinnedBuffer()
         self._digests = _Exchange(self.rank, self.size, DIGEST_BYTES)
 
     def ticket(self) -> int:

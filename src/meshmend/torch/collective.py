@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshmend.errors import PayloadError
 from meshmend.torch.engine import Engine
-from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
+from meshmend.torch.payload import check_tensor, describe, device_of, kind_of, overwrite
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
@@ -50,6 +50,7 @@ def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:
     """Raise `PayloadError` if one of them cannot be reduced."""
     for tensor in tensors:
         check_tensor(tensor, kind_of(op))
+    device_of(tensors)
 
 
 def reduce_tensors(

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torchft
 
+from meshmend.torch.payload import device_of
 from meshmend.torch.private_torchft import HookedDataParallel
 
 
@@ -21,6 +22,7 @@ class DistributedDataParallel(HookedDataParallel):
     def reduce_bucket(manager: torchft.Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over the members; after an error, end with what is there."""
         manager.allreduce(bucket.buffer()).wait()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        device = device_of([bucket.buffer()])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=None if device is None else [device])
         future.set_result(bucket.buffer())
         return future

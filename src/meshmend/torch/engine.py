@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,10 +24,11 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.lost import Reports
-from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
+from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.private import Transport
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
+from meshmend.torch.staging import Staged
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -146,20 +148,55 @@ class Engine:
         ticket = self._channel.ticket()
         # In inference mode other threads could not write to what is made here.
         with self._channel.in_order(ticket), torch.inference_mode(False), torch.no_grad():
+            flat = memory_of(payload)
+            staged = None if flat.device.type == "cpu" else self._stage(flat, kind)
+            # A device may still compute what is to be reduced.
+            if staged is not None:
+                staged.wait()
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
-            flat = memory_of(payload)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
             try:
-                ProgramRun(self._program, self._channel, self._members, flat, combine, deadline).go()
+                ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, staged).go()
             except TransportError as error:
                 raise self._channel.lose(error, str(self.schedule.mesh)) from error
             except BaseException as error:
                 self._break(error)
                 raise
             if kind == dist.ReduceOp.AVG:
-                flat /= self.schedule.mesh.n_chips
+                n_chips = self.schedule.mesh.n_chips
+                if staged is not None:
+                    staged.divide(n_chips)
+                for first, last in self._sums(flat.numel()) if staged is None else ():
+                    flat[first:last] /= n_chips
             overwrite(payload, flat)
+
+    def _stage(self, flat: Flat, kind: Any) -> Staged:
+        """Begin to copy a payload from its device: all of it, or this chip's own chunks where payloads are only moved.
+
+        A piece of the result returns when it is complete; that of a mean, when it has been divided.
+        """
+        program, n = self._program, flat.numel()
+        if kind is None:
+            down, up = self._chunks(n), self._chunks(n, own=False)
+        else:
+            down, up = [(0, n)], self._sums(n)
+        staged = Staged(flat, self._channel.pinned, down, up)
+        if kind != dist.ReduceOp.AVG:
+            staged.expect((program.bound(r.first, n), program.bound(r.last, n)) for r in program.receives)
+        return staged
+
+    def _sums(self, n_elements: int) -> list[tuple[int, int]]:
+        """Return which elements are sums at the end of a reduction: all, or this chip's shard."""
+        return [(0, n_elements)] if self.schedule.collective.is_all_reduce else self._chunks(n_elements)
+
+    def _chunks(self, n_elements: int, *, own: bool = True) -> list[tuple[int, int]]:
+        """Return where the elements of chunks are that this chip owns, or those of all others."""
+        chosen = (self.schedule.owners == self.rank) == own
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2).tolist()
+        return [
+            (self._program.bound(first, n_elements), self._program.bound(last, n_elements)) for first, last in edges
+        ]
 
     def _agree(self, words: str, deadline: Deadline) -> None:
         """Agree on what comes next; close the connections where that fails, unless all members have seen why."""

@@ -57,11 +57,16 @@ class MeshGroup:
         self._engines: dict[tuple[object, ...], Engine] = {}
         self._worker = Worker(self._channel)
 
-    def start(self, job: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
-        """Run a job in the background, after those that were started before it; raise if the group is broken."""
+    def start(
+        self, job: Callable[[], list[torch.Tensor]], device: torch.device | None = None
+    ) -> torch.futures.Future[list[torch.Tensor]]:
+        """Run a job in the background, after those that were started before it; raise if the group is broken.
+
+        A job with tensors of a device comes after what the caller's stream has to do now.
+        """
         if self._channel.error is not None:
             raise self._channel.error
-        return self._worker.start(job)
+        return self._worker.start(job, device)
 
     @property
     def error(self) -> Exception | None:
@@ -99,7 +104,7 @@ class MeshGroup:
                 overwrite(own, shards[0].detach().reshape(-1))
             engine.run(outputs[0], None, words, timeout=timeout)
             return
-        packed = torch.empty((n, sum(shard.numel() for shard in shards)), dtype=shards[0].dtype)
+        packed = shards[0].new_empty((n, sum(shard.numel() for shard in shards)))
         torch.cat([shard.detach().reshape(-1) for shard in shards], out=packed[self._member])
         engine.run(packed, None, words, timeout=timeout)
         parts = packed.split([shard.numel() for shard in shards], dim=1)
@@ -108,7 +113,7 @@ class MeshGroup:
 
     def gather_lists(self, outputs: Tensors, shard: torch.Tensor, timeout: timedelta | None) -> None:
         """Fill output g with the shard of member g."""
-        packed = torch.empty((len(outputs), shard.numel()), dtype=shard.dtype)
+        packed = shard.new_empty((len(outputs), shard.numel()))
         self.all_gather([packed], [shard], timeout)
         for output, part in zip(outputs, packed, strict=True):
             overwrite(output, part)
@@ -121,7 +126,7 @@ class MeshGroup:
         n = len(self.members)
         words = f"reduce-scatter, {NAMES[op]} of shards of {describe(outputs, None)}"
         engine = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * bytes_of(outputs)))
-        packed = torch.empty((n, sum(output.numel() for output in outputs)), dtype=outputs[0].dtype)
+        packed = outputs[0].new_empty((n, sum(output.numel() for output in outputs)))
         parts = packed.split([output.numel() for output in outputs], dim=1)
         for part, payload in zip(parts, payloads, strict=True):
             if len(payload) == 1:
@@ -129,10 +134,7 @@ class MeshGroup:
             else:
                 for row, shard in zip(part, payload, strict=True):
                     row.copy_(shard.detach().reshape(-1))
-        # A mean is a sum until the end, and then only this member's shard is divided.
-        engine.run(packed, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, words, timeout=timeout)
-        if op == dist.ReduceOp.AVG:
-            packed[self._member] /= n
+        engine.run(packed, op, words, timeout=timeout)
         for output, part in zip(outputs, parts, strict=True):
             overwrite(output, part[self._member])
 

@@ -1,6 +1,7 @@
-"""What the engine takes: dense tensors in a CPU's memory that torch can add up. Everything else is refused here.
+"""What the engine takes: dense tensors, of CPUs or an accelerator, that torch can add up on a CPU.
 
-All of this happens before a message is sent. A tensor that fails half-way would look like a lost chip to the others.
+Everything else is refused here, before a message is sent. A tensor that fails half-way would look like a lost chip to
+the others.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ def check_tensor(tensor: Any, kind: Any) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         layout = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise PayloadError("a dense tensor", f"a {layout} one", "Convert it with to_dense() and reduce that.")
-    if tensor.device.type != "cpu":
+    if not _is_served(tensor.device):
         raise PayloadError(
-            "a tensor on the CPU", f"one on {tensor.device}", "Move it with .cpu(), and back afterwards."
+            "a tensor on the CPU or an accelerator",
+            f"one on {tensor.device}",
+            "Move it with .cpu(), and back afterwards.",
         )
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise PayloadError(
@@ -72,6 +75,22 @@ def check_tensor(tensor: Any, kind: Any) -> None:
     why = _cannot(kind, tensor.dtype) if kind is not None else ""
     if why:
         raise PayloadError(f"a dtype that {NAMES[kind]} is right for", str(tensor.dtype), why)
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the accelerator that all tensors of a call are on, None for the CPU; raise if they are on several."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise PayloadError("tensors on one device", f"tensors on {found}", "Move them to one of these devices.")
+    return next((device for device in devices if device.type != "cpu"), None)
+
+
+def _is_served(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type
 
 
 def check_payload(payload: Any, kind: Any) -> None:
@@ -132,7 +151,7 @@ def memory_of(payload: Annotated[torch.Tensor, "[...]"]) -> Flat:
     """
     if payload.is_conj() or payload.is_neg():
         return payload.detach().resolve_conj().resolve_neg().reshape(-1)
-    flat = torch.empty(0, dtype=payload.dtype)
+    flat = torch.empty(0, dtype=payload.dtype, device=payload.device)
     return flat.set_(payload.untyped_storage(), payload.storage_offset(), (payload.numel(),), (1,))
 
 

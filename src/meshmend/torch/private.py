@@ -125,20 +125,12 @@ class GlooBased(dist.ProcessGroup):
         """Return where this group's members write to each other."""
         return self._store
 
-    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Fill `output` with everybody's shard, in order of rank."""
-        raise NotImplementedError
-
-    def reduce_scatter_single(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Fill `output` with the sum of everybody's shard of this rank."""
-        raise NotImplementedError
-
     def _allgather_base(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Do the same under the name that torch calls before 2.13."""
+        """Call `all_gather_single` under the name that it has before torch 2.13."""
         return self.all_gather_single(output, shard, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Do the same under the name that torch calls before 2.13."""
+        """Call `reduce_scatter_single` under the name that it has before torch 2.13."""
         return self.reduce_scatter_single(output, shards, opts)
 
 

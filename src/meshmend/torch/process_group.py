@@ -34,7 +34,7 @@ from meshmend.torch.collective import check_tensors
 from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
 from meshmend.torch.options import MeshOptions
-from meshmend.torch.payload import kind_of
+from meshmend.torch.payload import device_of, kind_of
 from meshmend.torch.plans import Plans
 from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
@@ -200,7 +200,7 @@ class MeshProcessGroup(ReconfiguredGroup):
                 raise
             return tensors
 
-        return MeshWork(group.start(reduce), self.chip)
+        return MeshWork(group.start(reduce, device_of(tensors)), self.chip)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""

@@ -70,6 +70,10 @@ class ChipProgram:
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 
+    def bound(self, chunk: int, n_elements: int) -> int:
+        """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
+        return n_elements * chunk // self.total_chunks
+
     @cached_property
     def waiting_for_receive(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """For each receive, the sends and the receives that wait for its write."""

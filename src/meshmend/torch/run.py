@@ -18,6 +18,7 @@ from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.payload import Combine
 from meshmend.torch.private import Work
 from meshmend.torch.program import ChipProgram, Receive
+from meshmend.torch.staging import Staged
 
 AHEAD_BYTES = 32 * 2**20
 """Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and the
@@ -29,7 +30,10 @@ SHORT_BYTES = 2**18
 
 
 class ProgramRun:
-    """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r."""
+    """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r.
+
+    Elements on a device are `staged`: the program runs in host memory, and waits for what it reads there.
+    """
 
     def __init__(
         self,
@@ -39,11 +43,13 @@ class ProgramRun:
         flat: torch.Tensor,
         combine: Combine,
         deadline: Deadline,
+        staged: Staged | None = None,
     ) -> None:
         self.program = program
         self.channel = channel
         self.members = members
-        self.flat = flat
+        self.flat = flat if staged is None else staged.host
+        self._staged = staged
         self.deadline = deadline
         self._n_elements = int(flat.numel())
         self._combine = combine
@@ -62,18 +68,23 @@ class ProgramRun:
 
     def go(self) -> None:
         """Run to the end, or raise. After an error the group's connections are closed."""
+        arriving: list[int] = []
         try:
             numbers: dict[int, list[int]] = {}
             for number, receive in enumerate(self.program.receives):
                 numbers.setdefault(receive.peer, []).append(number)
             self._inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
-            self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
+            first = [number for number, waits in enumerate(self._send_waits) if waits == 0]
+            if self._staged is None or self._staged.is_one_piece:
+                self._send(first)
+            else:
+                arriving = first
         except BaseException as error:
             self.fail(error)
-        if self._error is None and self._is_short():
+        if self._error is None and not arriving and self._is_short():
             self._take_in_order()
         else:
-            self._take_side_by_side()
+            self._take_side_by_side(arriving)
         if self._error is None:
             try:
                 for number in range(len(self.program.sends)):
@@ -101,9 +112,11 @@ class ProgramRun:
             if not inboxes[self.members[message.peer]].take(1):
                 return
 
-    def _take_side_by_side(self) -> None:
-        """Take what each neighbour sends in a thread of its own."""
+    def _take_side_by_side(self, arriving: Sequence[int]) -> None:
+        """Take what each neighbour sends in a thread of its own; another sends what arrives from the device."""
         threads = [threading.Thread(target=inbox.take, daemon=True) for inbox in self._inboxes[1:]]
+        if arriving:
+            threads.append(threading.Thread(target=self._send_each, args=(arriving,), daemon=True))
         for thread in threads:
             thread.start()
         if self._inboxes:
@@ -111,17 +124,28 @@ class ProgramRun:
         for thread in threads:
             thread.join()
 
+    def _send_each(self, numbers: Sequence[int]) -> None:
+        try:
+            for number in numbers:
+                self._send([number])
+        except BaseException as error:
+            self.fail(error)
+
     def size(self, message: Receive) -> int:
         """Return the number of elements in a message."""
         return self._bound(message.last) - self._bound(message.first)
 
     def _bound(self, chunk: int) -> int:
-        """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
-        return self._n_elements * chunk // self.program.total_chunks
+        return self.program.bound(chunk, self._n_elements)
 
     def part(self, first: int, last: int) -> torch.Tensor:
         """Return chunks of the payload."""
         return self.flat[self._bound(first) : self._bound(last)]
+
+    def _need(self, last: int) -> None:
+        """Wait until the chunks before `last` have arrived from the device, if the payload is on one."""
+        if self._staged is not None:
+            self._staged.wait(self._bound(last))
 
     def receive(self, slot: torch.Tensor, message: Receive) -> Work | None:
         """Post a receive; None where the message is empty, which no one sends."""
@@ -132,6 +156,8 @@ class ProgramRun:
         message = self.program.receives[number]
         if not message.direct:
             self._place(number, message, arrived)
+        if self._staged is not None:
+            self._staged.written(self._bound(message.first), self._bound(message.last))
         ready, freed = [], False
         sends, receives = self.program.waiting_for_receive[number]
         with self._state:
@@ -161,6 +187,7 @@ class ProgramRun:
             if not self.program.sends[send].staged:
                 self._finish(send)
         if arrived.numel():
+            self._need(message.last)
             held = self.part(message.first, message.last)
             if message.adds:
                 self._combine(held, arrived)
@@ -194,6 +221,7 @@ class ProgramRun:
     def send(self, number: int) -> None:
         """Pass a message to the group."""
         message = self.program.sends[number]
+        self._need(message.last)
         part = self.part(message.first, message.last)
         if part.numel():
             if message.staged:

@@ -24,15 +24,30 @@ class Worker:
         self._channel = channel
         self._guard = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
 
-    def start(self, call: Callable[[], T]) -> torch.futures.Future[T]:
-        """Return a future of what a call returns; one that the channel's error has come before ends with that."""
-        future: torch.futures.Future[T] = torch.futures.Future()
+    def start(self, call: Callable[[], T], device: torch.device | None = None) -> torch.futures.Future[T]:
+        """Return a future of what a call returns; one that the channel's error has come before ends with that.
+
+        A call with tensors of a device runs on a stream of this worker's, after what the caller's stream has to do by
+        now. Whoever waits for the future has what it returns on the stream that is then the current one.
+        """
+        future: torch.futures.Future[T] = torch.futures.Future(devices=None if device is None else [device])
+        queued: torch.Event | None = None
+        if device is not None:
+            queued = torch.Event(device=device)
+            queued.record(torch.accelerator.current_stream(device))
 
         def work() -> None:
             try:
                 if self._channel.error is not None:
                     raise self._channel.error
+                if device is not None and queued is not None:
+                    if device not in self._streams:
+                        self._streams[device] = torch.Stream(device=device)
+                    stream = self._streams[device]
+                    torch.accelerator.set_stream(stream)
+                    stream.wait_event(queued)
                 with torch.no_grad():
                     result = call()
             except Exception as error:
