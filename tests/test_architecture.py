@@ -27,7 +27,7 @@ PACKAGES = [
     ["launch"],
     ["meshmend"],
     ["jax", "torch"],
-    ["bench", "doctor", "studio"],
+    ["bench", "doctor"],
     ["cli"],
 ]
 ROOMS = ["engine", "train", "data", "session", "state", "compile", "checks", "job"]

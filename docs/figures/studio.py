@@ -25,7 +25,7 @@ COLOURS = 255
 
 def main(folder: Path) -> None:
     with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "meshmend", "studio", *EXAMPLE, "--listen", "127.0.0.1:0", "--json"],
+        [sys.executable, "-m", "meshmend", "lab", "studio", *EXAMPLE, "--listen", "127.0.0.1:0", "--json"],
         stdout=subprocess.PIPE,
         text=True,
     ) as studio:

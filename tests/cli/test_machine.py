@@ -79,12 +79,3 @@ def test_a_machine_brings_its_hardware(command: str, tmp_path: Path) -> None:
     said, other = facts("--hardware", "tpu-v3")
     assert said == "tpu-v3"
     assert seconds / other == pytest.approx(82 / 25)
-
-
-def test_the_studio_starts_with_the_machines_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(T3000, encoding="utf-8")
-    monkeypatch.setattr("meshmend.cli.studio._serve", lambda *_: None)
-    words = ["studio", "--machine", path, "--listen", "127.0.0.1:0"]
-    assert "hardware=tenstorrent-t3000" in run_json(*words)["url"]
-    assert "hardware=tpu-v6e" in run_json(*words, "--hardware", "tpu-v6e")["url"]

@@ -39,7 +39,7 @@ def test_the_first_screen_of_the_help_is_one_screen(monkeypatch: pytest.MonkeyPa
     assert max(map(len, lines)) <= 80
     panels = {panel: re.findall(r"│ (\w+) ", half) for panel, half in _panels(lines)}
     assert panels == {
-        "Start here": ["plan", "verify", "compare", "draw", "run", "doctor", "studio"],
+        "Start here": ["plan", "verify", "compare", "draw", "run", "doctor"],
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
         "Study": ["compile", "bench"],
     }

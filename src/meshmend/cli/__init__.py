@@ -22,7 +22,6 @@ from meshmend.cli import (
     quarantine,
     run,
     store,
-    studio,
     verify,
     watch,
 )
@@ -62,7 +61,6 @@ _add(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )
 _add("doctor", START, "what works on this host", doctor.command)
-_add("studio", START, "fail chips on a web page", studio.command)
 _add("prepare", OPERATE, "plan for failed hosts", prepare.command)
 _add("store", OPERATE, "a job's rendezvous", store.command)
 _add("watch", OPERATE, "a job and its goodput", watch.command)

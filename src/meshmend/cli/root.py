@@ -35,7 +35,7 @@ PANELS = {
     "Job": "--hosts --store --shared --cache --job --secret-file",
     "This host": "--host-index --address --domain",
     "Restarts": "--kill --restarts --start-over --state-wait --cold",
-    "Server": "--listen --open",
+    "Server": "--listen",
     "Output": "--output --save --metrics --json --help",
 }
 """Options by what they are about, the same in every command. Others are in a panel of their own, or in typer's."""

@@ -47,8 +47,6 @@ PACKAGES = (
     Package("numpy", "numpy", "everything", install_hint()),
     Package("scipy", "scipy", "everything", install_hint()),
     Package("matplotlib", "matplotlib", "pictures and plots", install_hint("draw")),
-    Package("starlette", "starlette", "meshmend studio", install_hint("studio")),
-    Package("uvicorn", "uvicorn", "meshmend studio", install_hint("studio")),
     Package("jax", "jax", "the JAX engine", install_hint("jax")),
     Package("jaxlib", "jaxlib", "the JAX engine", install_hint("jax")),
     Package("optax", "optax", "train_step of the JAX engine", install_hint("jax")),

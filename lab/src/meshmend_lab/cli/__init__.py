@@ -19,6 +19,7 @@ from meshmend_lab.cli import (
     paper,
     programs,
     simulate,
+    studio,
     verify,
 )
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "availability": availability.command,
     "simulate": simulate.command,
+    "studio": studio.command,
     "paper": paper.command,
     "figure": figure.command,
     "machine": machine.command,

@@ -59,7 +59,7 @@ return [...document.querySelectorAll("body *")].filter(isWide).map(node => node.
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    words = [sys.executable, "-m", "meshmend", "studio", "4x4", "--listen", "127.0.0.1:0", "--json"]
+    words = [sys.executable, "-m", "meshmend", "lab", "studio", "4x4", "--listen", "127.0.0.1:0", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as studio:
         try:
             assert studio.stdout is not None

@@ -20,8 +20,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from meshmend.errors import MeshmendError
-from meshmend.studio import answers
-from meshmend.studio.state import State
+from meshmend_lab.studio import answers
+from meshmend_lab.studio.state import State
 
 MAX_WORKERS = 3
 """Processes at once: an answer, its alternatives and its steps on one page."""
@@ -32,7 +32,7 @@ JOBS: dict[str, Callable[[State], Any]] = {
     "steps": answers.steps,
     "plan_file": answers.plan_file,
 }
-PRELOAD = ["meshmend.studio.workers", "scipy.ndimage", "scipy.optimize", "scipy.sparse.csgraph"]
+PRELOAD = ["meshmend_lab.studio.workers", "scipy.ndimage", "scipy.optimize", "scipy.sparse.csgraph"]
 
 
 class NoAnswerError(Exception):

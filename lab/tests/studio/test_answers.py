@@ -14,9 +14,9 @@ from meshmend.cost.units import name_seconds
 from meshmend.errors import MeshmendError
 from meshmend.planning.auto import CHOICES
 from meshmend.planning.two_color import TwoColor
-from meshmend.studio import answers
-from meshmend.studio.state import QUICK_BUDGET_S, State
 from meshmend.topology.boxes import largest_box
+from meshmend_lab.studio import answers
+from meshmend_lab.studio.state import QUICK_BUDGET_S, State
 
 HURT = State(
     shape="6x6",

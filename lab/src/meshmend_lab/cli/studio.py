@@ -1,4 +1,4 @@
-"""`meshmend studio`: a local web page to play with a machine."""
+"""`meshmend lab studio`: a local web page to play with a machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from meshmend.cli.options import (
 from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LaunchError
-from meshmend.extras import require
 from meshmend.launch.addresses import is_loopback, join_address, split_address
 from meshmend.launch.addresses import listen as listen_at
 from meshmend.launch.environment import check_address
 from meshmend.planning import Auto
-from meshmend.studio import State
+from meshmend_lab.extras import require
+from meshmend_lab.studio import State
 
 DEFAULT_PORT = 8737
 
@@ -52,10 +52,10 @@ def command(
 
     The options say what the page shows first. It ends with Ctrl-C. Nothing is loaded from the network.
 
-    Example: meshmend studio 16x32 --fail 4x2@6,8 --payload 1GB --hardware tpu-v6e
+    Example: meshmend lab studio 16x32 --fail 4x2@6,8 --payload 1GB --hardware tpu-v6e
     """
     address, port = split_address(check_address(listen, "--listen", DEFAULT_PORT))
-    require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
+    require("starlette", "uvicorn", needed_for="meshmend lab studio", extra="studio")
     mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
     chosen = machine.hardware(hardware) or DEFAULT_HARDWARE
     state = State.of(mesh, payload=payload, hardware=chosen, planner=planner)
@@ -66,7 +66,7 @@ def command(
         if json:
             print_json({"url": url, "address": address, "port": port})
         else:
-            print_line(("meshmend studio", "bold"), f"  {plain(url)}")
+            print_line(("meshmend lab studio", "bold"), f"  {plain(url)}")
             print_line(("Ctrl-C ends it.", "dim"))
             if not is_loopback(str(server.getsockname()[0])):
                 print_line(("Everybody who can reach this address can use this machine to plan.", "yellow"))
@@ -87,7 +87,7 @@ def _serve(server: socket.socket, address: str) -> None:
     # Extras are imported by the commands that need them.
     import uvicorn
 
-    from meshmend.studio.server import make_app
+    from meshmend_lab.studio.server import make_app
 
     config = uvicorn.Config(
         make_app(address), log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=1

@@ -22,10 +22,10 @@ import meshmend as mm
 from meshmend.cost import Hardware
 from meshmend.cost.hardware import write_hardware
 from meshmend.planning.auto import CHOICES
-from meshmend.studio import workers
-from meshmend.studio.server import MAX_QUESTION_BYTES, PAGE, make_app
-from meshmend.studio.state import State
-from meshmend.studio.workers import AnswerProcesses, NoAnswerError
+from meshmend_lab.studio import workers
+from meshmend_lab.studio.server import MAX_QUESTION_BYTES, PAGE, make_app
+from meshmend_lab.studio.state import State
+from meshmend_lab.studio.workers import AnswerProcesses, NoAnswerError
 
 SMALL = {"shape": "4x4", "fail": ["2x2@0,0"], "payload": "1MB", "hardware": "tpu-v6e"}
 
@@ -262,7 +262,7 @@ def test_a_closed_connection_stops_the_work() -> None:
 
 
 def test_a_job_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.studio.workers.TIME_LIMIT_S", 0.01)
+    monkeypatch.setattr("meshmend_lab.studio.workers.TIME_LIMIT_S", 0.01)
 
     async def wait() -> None:
         async for _ in AnswerProcesses().run("answer", State(shape="32x32")):

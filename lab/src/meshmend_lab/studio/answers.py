@@ -27,9 +27,9 @@ from meshmend.planning.compare import price
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import verify
-from meshmend.studio.state import State, whole_machine
 from meshmend.topology import Mesh, Region, name_cable
 from meshmend.topology.boxes import largest_box, part_of
+from meshmend_lab.studio.state import State, whole_machine
 
 Facts = dict[str, Any]
 MAX_FILM_STEPS = 600

@@ -175,7 +175,7 @@ async function askNow() {
     if (drawn !== `${state.shape} ${state.wrap}`) $("shape").setAttribute("aria-invalid", "true");
     mesh.loads(null, 0);
     $("alternatives").tBodies[0].replaceChildren();
-    showNoPlan(error.kind ? error.message : "The studio does not answer. Is `meshmend studio` still running?");
+    showNoPlan(error.kind ? error.message : "The studio does not answer. Is `meshmend lab studio` still running?");
     document.body.dataset.answered = states.write(state, defaults);
     if (error.kind === "PlanError") offerPlanners(question, signal);
   }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 import pytest
+from typer.testing import CliRunner
 
 from meshmend import Mesh
 from meshmend.cli.options import HoleOptions
 from meshmend.errors import MeshmendError, ParameterError
 from meshmend.planning.proven import split_planner
-from meshmend.studio.state import MAX_CHIPS, MAX_LIST, State, whole_machine
+from meshmend_lab.cli import app
+from meshmend_lab.studio.state import MAX_CHIPS, MAX_LIST, State, whole_machine
 
 HURT = Mesh(
     "6x6",
@@ -107,3 +111,25 @@ def test_a_payload_of_nothing_is_refused() -> None:
 
 def test_the_largest_machine_is_shown() -> None:
     assert whole_machine("32x64", "none").size == MAX_CHIPS
+
+
+def test_the_slow_cable_of_a_failed_chip_stays_slow() -> None:
+    whole = Mesh("2x2", cable_rates={"0,0-0,1": "1/2"})
+    assert State.of(whole.fail("0,0")).mesh.whole == whole
+    cut = State.of(whole.with_failures(failed_cables=["0,0-0,1"]))
+    assert cut.cable_rate == (), "a cable is dead or slow, not both"
+
+
+def test_it_starts_with_the_machines_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("meshmend: 1\nshape: 4x4\nhardware: tenstorrent-t3000\n", encoding="utf-8")
+    monkeypatch.setattr("meshmend_lab.cli.studio._serve", lambda *_: None)
+    words = ["studio", "--machine", str(path), "--listen", "127.0.0.1:0", "--json"]
+
+    def url(*more: str) -> str:
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0, result.output
+        return str(json.loads(result.stdout)["url"])
+
+    assert "hardware=tenstorrent-t3000" in url()
+    assert "hardware=tpu-v6e" in url("--hardware", "tpu-v6e")

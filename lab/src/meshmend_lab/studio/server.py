@@ -29,12 +29,12 @@ from meshmend.cost import PRESETS
 from meshmend.errors import MeshmendError, ParameterError
 from meshmend.planning import Auto
 from meshmend.planning.auto import CHOICES
-from meshmend.studio import answers
-from meshmend.studio.state import MAX_WORD, State
-from meshmend.studio.workers import AnswerProcesses, NoAnswerError
+from meshmend_lab.studio import answers
+from meshmend_lab.studio.state import MAX_WORD, State
+from meshmend_lab.studio.workers import AnswerProcesses, NoAnswerError
 
 MAX_QUESTION_BYTES = 2**20
-_OWN, _SCRIPT = files("meshmend.studio") / "page", "text/javascript; charset=utf-8"
+_OWN, _SCRIPT = files("meshmend_lab.studio") / "page", "text/javascript; charset=utf-8"
 PAGE = {
     "": (_OWN / "index.html", "text/html; charset=utf-8"),
     "studio.css": (_OWN / "studio.css", "text/css; charset=utf-8"),
@@ -112,7 +112,7 @@ class _Guard:
         if not is_own_name(host, self._listens_on):
             return (
                 f"The Host header is {host[:MAX_WORD]!r}, expected an IP address or localhost: other names may be "
-                "rebound to this machine by a web site. Open the address that meshmend studio prints."
+                "rebound to this machine by a web site. Open the address that meshmend lab studio prints."
             )
         origin = headers.get("origin")
         if method != "GET" and origin is not None and origin != f"http://{host}":

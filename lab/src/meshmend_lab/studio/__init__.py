@@ -4,6 +4,6 @@
 `server` how both travel. The page itself is in `page/`: plain JavaScript modules, without a build step.
 """
 
-from meshmend.studio.state import State
+from meshmend_lab.studio.state import State
 
 __all__ = ["State"]
