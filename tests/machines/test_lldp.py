@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,7 +250,7 @@ def test_lldpd_finds_the_wiring_and_notices_a_dead_cable(tmp_path: Path, hosts: 
     (tmp_path / "shape.json").write_text('{"meshmend": 1, "shape": "2x3"}', encoding="utf-8")
 
     def control(host: str, *words: str) -> str:
-        return sh("lldpcli", "-u", str(tmp_path / f"{host}.socket"), *words, check=False)
+        return sh("lldpcli", "-u", f"{sockets}/{host}.socket", *words, check=False)
 
     def seen(host: str) -> set[tuple[str, str]]:
         """Return the neighbours and the interfaces that a host's lldpd has, and keep what it says."""
@@ -260,8 +261,11 @@ def test_lldpd_finds_the_wiring_and_notices_a_dead_cable(tmp_path: Path, hosts: 
         return {(row["chassis"][0]["name"][0]["value"], row["name"]) for row in named}
 
     with contextlib.ExitStack() as stack:
+        # lldpd gives up root, and pytest's folders are root's alone.
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-lldp-"))
+        Path(sockets).chmod(0o755)
         for host, namespace in hosts.items():
-            daemon = f"hostname {host}; exec lldpd -d -u {tmp_path}/{host}.socket -I 'en*' -m '10.99.1.*'"
+            daemon = f"hostname {host}; exec lldpd -d -u {sockets}/{host}.socket -I 'en*' -m '10.99.1.*'"
             words = ["unshare", "-u", "ip", "netns", "exec", namespace, "sh", "-c", daemon]
             process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             stack.callback(process.wait)
