@@ -58,7 +58,8 @@ def scraping(port: int, scraped: list[str]) -> Iterator[None]:
 
     def ask() -> None:
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            scraped.append(answer.read().decode())
+            if text := answer.read().decode():  # a process that is just ending may say nothing more
+                scraped.append(text)
 
     with repeating(ask, every_s=0.1):
         yield

@@ -28,7 +28,7 @@ FIRST_STEP = (
 
 AGAIN = (
     r"meshmend │ round 2: training again on 4 chips: resumed from step \d+ \(memory\), step \d+ is done x s after "
-    r"the loss \(.*\)"
+    r"the failure \(.*\)"
 )
 
 
@@ -100,7 +100,8 @@ def test_a_script_that_raises_on_one_host_starts_again(tmp_path: Path) -> None:
     lines = run(tmp_path, "train.py", code=0)
     assert lines.count("host 1 │ OSError: [Errno 5] disk") == 1
     assert sum("Traceback" in line for line in lines) == 1
-    assert any(line.startswith("meshmend │ round 1 ends: host 1 starts again") for line in lines), lines
+    # On a busy machine host 0 may notice first that its peer is gone.
+    assert any(re.match(r"meshmend │ round 1 ends: host [01] starts again", line) for line in lines), lines
     assert lines[-2] == "meshmend │ host 1 raised OSError: [Errno 5] disk in round 1, and the job went on"
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8 chips in \d+ s", lines[-1])
 

@@ -19,3 +19,11 @@ if importlib.util.find_spec("torch") is not None:
 def compiler() -> None:
     """Import what DDP, FSDP2 and optimizers import, which takes seconds: once, not once in every forked process."""
     importlib.import_module("torch._dynamo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of devices first: where a gradient was computed, forked processes can have no accelerator any more.
+
+    Autograd counts the devices once in a process.
+    """
+    items.sort(key=lambda item: item.path.name != "test_devices.py")

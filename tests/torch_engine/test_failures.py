@@ -27,7 +27,9 @@ EXAMPLE = ROOT / "examples/torch/train_through_failure.py"
 
 def test_the_pages_job_goes_on_with_three_when_one_of_the_four_is_killed(tmp_path: Path) -> None:
     """The block of the page, for fewer epochs."""
-    (block,) = (block for block in read(ROOT / "docs/torch.md") if block.kind == "python" and block.by)
+    (block,) = (
+        block for block in read(ROOT / "docs/torch.md") if block.kind == "python" and "epoch < 200:" in block.body
+    )
     job, shorter = tmp_path / "job.py", block.body.replace("epoch < 200:", "epoch < 15:")
     assert shorter != block.body
     job.write_text(shorter, encoding="utf-8")

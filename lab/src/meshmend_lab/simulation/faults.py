@@ -240,6 +240,7 @@ def _raise_one(job: SimulatedJob, fault: Fault) -> bool:
     worker = _worker(job, fault)
     if worker is None:
         return False
+    _excuse_after_the_last_step(job, worker)
     # Never the same line twice: a restart that repeats an error ends the job.
     worker.fail("lasting", f"ValueError: boom {fault.at:.3f}")
     workers = [*worker.training.workers.values()]
