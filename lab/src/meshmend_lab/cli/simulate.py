@@ -55,7 +55,7 @@ def command(
         raise typer.Exit(int(outcome.violation is not None))
     first, last = _range(seeds)
     if coverage:
-        found = branches.untaken(range(first, last))
+        found = branches.untaken(draw(seed, n_hosts=hosts, n_faults=faults) for seed in range(first, last))
         for line in found:
             print_line(line)
         raise typer.Exit(int(bool(branches.unexplained(found))))

@@ -12,7 +12,7 @@ from typing import Any
 from meshmend.jax.state import recovery
 from meshmend.launch import membership
 from meshmend_lab.simulation.job import SimulatedJob
-from meshmend_lab.simulation.plan import draw
+from meshmend_lab.simulation.plan import Plan
 
 MODULES = (membership, recovery)
 REASONS = {
@@ -52,13 +52,13 @@ class Tracer:
         return local
 
 
-def untaken(seeds: Iterable[int]) -> list[str]:
+def untaken(plans: Iterable[Plan]) -> list[str]:
     """Run these jobs; return the branches that none has taken, each with its reason, if there is one."""
     tracer, before = Tracer(), sys.gettrace()
     sys.settrace(tracer)
     try:
-        for seed in seeds:
-            SimulatedJob(draw(seed)).run()
+        for plan in plans:
+            SimulatedJob(plan).run()
     finally:
         sys.settrace(before)
     found = []
