@@ -20,7 +20,7 @@ def run_all(page: Path) -> None:
 
 
 # These need torch, and are run by the tests of it; what needs the laboratory is run by lab/tests/test_pages.py.
-WITH_TORCH = {"torch.md", "torch_engine.md", "meshmend.torch.md"}
+WITH_TORCH = {"torch.md", "torch_devices.md", "torch_engine.md", "meshmend.torch.md"}
 HERE = [
     block
     for block in BLOCKS

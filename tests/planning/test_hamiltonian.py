@@ -44,7 +44,7 @@ def test_one_failed_cable_in_the_middle_is_left_out(cable: str) -> None:
 
 
 def test_failed_cables_that_leave_no_ring_are_named() -> None:
-    no_way_out = r"the failed cable \(0,{}\)-{} is a side of a 2×2 block, and the ring leaves a side out only where"
+    no_way_out = r"the failed cable \(0,{}\)-{} is a side of a 2×2 block. The ring leaves a side out only where"
     with pytest.raises(PlanError, match=no_way_out.format(0, r"\(0,1\)")):
         plan(Mesh("4x4", failed_cables=["0,0-0,1"]), "hamiltonian")
     # The first cable forces the join that the second one forbids, in whichever order they are looked at.

@@ -327,7 +327,7 @@ def test_tensors_of_several_devices_are_refused_before_anything_is_sent(library:
 
 
 def test_the_script_of_the_page_finds_the_bits_of_the_cpu(library: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "torch_devices.md").read_text(encoding="utf-8")
     (script,) = (block for block in page.split("```") if "current_accelerator()" in block)
     port = free_port()
 

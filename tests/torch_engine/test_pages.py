@@ -6,7 +6,7 @@ import pytest
 
 from pages import ROOT, Block, read, run
 
-PAGES = ("docs/torch.md", "docs/torch_engine.md", "docs/api/meshmend.torch.md")
+PAGES = ("docs/torch.md", "docs/torch_devices.md", "docs/torch_engine.md", "docs/api/meshmend.torch.md")
 BLOCKS = [block for page in PAGES for block in read(ROOT / page) if block.kind != "text" and not block.needs_lab]
 
 
