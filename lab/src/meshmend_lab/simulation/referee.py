@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 BATCH = 32
 """Samples of a step."""
-FAILED_BY_ITSELF = {"a worker failed after the last step", "a worker failed in its last moments"}
-"""Excuses for a job that ends as a failure although hosts of its round were lost, too."""
 
 
 class Violation(Exception):  # noqa: N818  # what is violated is an invariant
@@ -149,8 +147,11 @@ class Referee:
             self._violated("how a job ends", f"it ends as a success ({why}), and no worker has finished")
         if not ok and "gave up" not in why and "raised an error" not in why:
             # A worker that failed by itself, after another one had finished. The loss of a host would explain it.
-            lost = [host for host in membership._fates.hosts if job.died_at.get(host, -1.0) > job.round_at]
-            if lost and not job.excuses & FAILED_BY_ITSELF:
+            fates, rounds = membership._fates, [*job.trainings.values()]
+            workers = [one for each in rounds if each.number == fates.number for one in each.workers.values()]
+            had_finished = {one.host.number for one in workers if one.code == 0}
+            died = [host for host in fates.hosts if job.died_at.get(host, -1.0) > job.round_at]
+            if lost := [host for host in died if host not in had_finished]:
                 self._violated(
                     "how a job ends", f"it ends as a failure ({why}), and hosts {lost} of its round were lost"
                 )
