@@ -31,8 +31,8 @@ HOLES = {"v5p:4x4x4": "2x2x1@0,0,0", "v6e:8x8": "2x2@2,2"}
 """The machines, and the host of each that is lost."""
 HBM_BYTES = {"v5p": 95e9, "v6e": 32e9}
 """Per chip: cloud.google.com/tpu/docs/v5p and /v6e."""
-UPDATES = {"replicated": "replicated", "sharded": "fused", "fsdp": "two-phase"}
-"""What a job calls an update, and what its programs are installed as."""
+UPDATES = ("replicated", "sharded", "fsdp")
+"""Kinds of update, as a job names them."""
 
 
 def model_of(options: argparse.Namespace, update: str) -> Any:
@@ -116,7 +116,6 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     import meshmend.jax as mmj
     from meshmend.jax.compile import compile_train_step
     from meshmend.jax.compile.for_topology import slice_fabric
-    from meshmend.jax.engine.program import abstract_program
     from meshmend.jax.session.session import RECOVERY_BUDGET_S
     from meshmend.jax.state.memory.copies import KEPT
     from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, copy_bytes, least_blocks
@@ -125,14 +124,7 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     fabric = slice_fabric(machine, failed=[options.hole or HOLES[machine]])
     model = model_of(options, update)
     planned = mmj.plan(fabric, model.outline(fabric), update=update, budget_s=RECOVERY_BUDGET_S)  # type: ignore[arg-type]
-    program = abstract_program(
-        planned.schedule,
-        fabric,
-        update=UPDATES[update],  # type: ignore[arg-type]
-        scatter=planned.scatter,
-        gather=planned.gather,
-        scalars=planned.scalars,
-    )
+    program = planned.abstract(fabric)
     examples = np.zeros((fabric.n_chips * options.batch, options.sequence + 1), np.int32)
     batch = mmj.Feed(examples, mmj.KeepPerChip(options.batch)).like(fabric)
     compiled = compile_train_step(model.training(fabric), program, model.like(fabric, program), batch)

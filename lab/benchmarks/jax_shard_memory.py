@@ -35,8 +35,8 @@ MACHINES = {"v6e:8x8": "2x2@2,2", "v5p:4x4x4": "2x2x1@0,0,0"}
 MESHES = {"8x8": "2x2@2,2", "4x4x4": "2x2x1@0,0,0", "16x32": "4x2@6,8"}
 """Meshes whose plans are stored, each with its hole: the last has more chips than any slice of these kinds."""
 KINDS = {machine.partition(":")[0]: machine for machine in MACHINES}
-UPDATES = {"replicated": "replicated", "sharded": "fused", "fsdp": "two-phase"}
-"""What `mmj.plan` calls an update, and what its programs are installed as."""
+UPDATES = ("replicated", "sharded", "fsdp")
+"""Kinds of update, as a job names them."""
 MOST_PADDED = 1.02
 """Times the bytes of shards."""
 TABLE_BYTES = 2e6
@@ -166,17 +166,8 @@ def stored(kind: str, mesh: str, model: str, update: str) -> dict[str, Any]:
 def program_of(fabric: Any, params: Any, update: str) -> Any:
     """Return the program of the plan that `auto` makes."""
     import meshmend.jax as mmj
-    from meshmend.jax.engine.program import abstract_program
 
-    made = mmj.plan(fabric, params, update=update)  # type: ignore[arg-type]
-    return abstract_program(
-        made.schedule,
-        fabric,
-        update=UPDATES[update],  # type: ignore[arg-type]
-        scatter=made.scatter,
-        gather=made.gather,
-        scalars=made.scalars,
-    )
+    return mmj.plan(fabric, params, update=update).abstract(fabric)  # type: ignore[arg-type]
 
 
 def reduced(machine: str, model: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from datetime import timedelta
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import meshmend.torch as mmt
 from meshmend import Mesh, Schedule
 from meshmend.launch.chips import Chips
+from meshmend.launch.processes import free_port
 from meshmend.torch.channel import Channel
 from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import Plans
@@ -43,9 +43,7 @@ def main() -> None:
             times = 100 if payload_bytes < 1_000_000 else 8
             mesh = Mesh(shape)
             schedule = Plans(hardware=LOOPBACK).get(mesh, payload_bytes)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port("127.0.0.1")
             with Chips() as chips:
                 for rank in range(mesh.n_chips):
                     chips.start(mesh.chip(rank), measure, schedule, rank, port, payload_bytes, times)

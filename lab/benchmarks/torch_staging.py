@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import meshmend.torch as mmt
 from meshmend import Mesh, Schedule
 from meshmend.launch.chips import Chips
+from meshmend.launch.processes import free_port
 from meshmend.torch import staging
 from meshmend.torch.options import LOOPBACK
 from meshmend.torch.plans import Plans
@@ -50,9 +50,7 @@ def main() -> None:
     print(f"{'payload':>12}  {'CPU, ms':>9}  {'device':>9}  {'ratio':>6}  {'in one piece':>13}")
     for payload_bytes in options.payload:
         schedule = Plans(hardware=LOOPBACK).get(mesh, payload_bytes)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port("127.0.0.1")
         with Chips() as chips:
             for rank in range(mesh.n_chips):
                 words = (schedule, rank, port, payload_bytes, options.repeat, library)

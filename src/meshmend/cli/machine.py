@@ -56,7 +56,10 @@ def command(
     machine = read_machine(file if lldp is None else lldp, intended=intended, shape=shape, wrap=wraps)
     if routes is not None:
         commands = _routes(machine, routes)
-        print_json({"host": routes, "commands": commands}) if json else typer.echo("\n".join(commands))
+        if json:
+            print_json({"host": routes, "commands": commands})
+        else:
+            typer.echo("\n".join(commands))
         return
     if lldp is not None:
         check_output("FILE", file, (".json",))

@@ -469,20 +469,19 @@ class Membership:
 
     def _take_back(self, key: Hashable, claimed: Round, now: float) -> None:
         """Continue the round that a host runs in, if this store has just been started; otherwise stop that host."""
+        hosts = frozenset(claimed.hosts)
+        here = hosts & self._keys.keys() - {self.members[key].host}
+        fates = _Fates(hosts, claimed.number, missing=set(hosts - here))
         if self.phase is JobPhase.GATHERING:
             self._enter(JobPhase.ADOPTED)
-            self.round, self.number = claimed, max(self.number, claimed.number)
-            hosts = frozenset(claimed.hosts)
-            here = hosts & self._keys.keys() - {self.members[key].host}
-            self._fates = _Fates(hosts, claimed.number, missing=set(hosts - here))
+            self.round, self.number, self._fates = claimed, max(self.number, claimed.number), fates
             if here:
                 self._end_lost(sorted(here), AWAY, now)
         elif claimed.number > self._fates.number and self.phase is not JobPhase.FINISHING:
-            # What this store has adopted was over before: what became of its hosts says nothing about the job.
+            # The round that this store adopted had ended before, so the fates of its hosts do not decide the job's end.
             if self.round is not None:
                 self._end_round(f"round {claimed.number} has begun since", now)
-            missing = set(claimed.hosts).difference(self._keys) | {self.members[key].host}
-            self._fates = _Fates(frozenset(claimed.hosts), claimed.number, missing=missing)
+            self._fates = fates
         if self.round is not None and self.round.name == claimed.name:
             self._move(key, "running")
             self._fates.lost.discard(self.members[key].host)

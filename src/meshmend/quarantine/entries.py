@@ -6,9 +6,9 @@ numbers would come back.
 
 An entry stays when it has expired, and one that is cleared ends at that moment. So the list also says which
 observations are settled: those that name a suspect and were noted before its entry expired, or were in the log when it
-was cleared, whatever the clock of who cleared it says. They confirm no other observation, and do not bring the suspect
-back. They still say which states are not to be trusted (`untrusted`): these
-do not become right when a chip is replaced.
+was cleared. The clock of the machine that cleared it does not matter. Settled observations confirm no other, and do not
+bring the suspect back. They still say which states are not to be trusted (`untrusted`): these do not become right when
+a chip is replaced.
 """
 
 from __future__ import annotations
@@ -173,14 +173,15 @@ class QuarantineList:
             nonlocal gone
             entries = self.read()
             listed = {entry.suspect: entry for entry in entries if entry.until > now}
-            observed = {one for noted in unsettled(self.path.parent, entries) for one in noted.observation.suspects}
+            log = FaultLog(self.path.parent).read()
+            observed = {one for noted in unsettled(log, entries) for one in noted.observation.suspects}
             wanted = observed.union(listed) if suspects is None else set(suspects)
             if missing := wanted - observed - listed.keys():
                 names = ", ".join(map(str, [*listed][:8])) or "nothing"
                 raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {names}.")
             gone = tuple(entry for suspect, entry in listed.items() if suspect in wanted)
             cleared = [Quarantined(suspect, "cleared", BY_HAND, now, now) for suspect in sorted(wanted - listed.keys())]
-            settled = max((noted.at for noted in FaultLog(self.path.parent).read()), default=0.0)
+            settled = max((noted.at for noted in log), default=0.0)
             ended = [replace(entry, until=now, settled=settled) for entry in (*gone, *cleared)]
             return self._text([*entries, *ended])
 
@@ -253,14 +254,13 @@ def cables_of(entries: Iterable[Quarantined]) -> list[Cable]:
     return sorted({(e.suspect.ends[0], e.suspect.ends[1]) for e in entries if e.suspect.kind == "cable"})
 
 
-def unsettled(folder: Folder, entries: Iterable[Quarantined]) -> list[LogEntry]:
-    """Return the observations in a folder that count: nobody that they name was left out, or cleared, since."""
+def unsettled(log: Iterable[LogEntry], entries: Iterable[Quarantined]) -> list[LogEntry]:
+    """Return the observations of a log that count: nobody that they name was left out, or cleared, since."""
     until: dict[Suspect, float] = {}
     for entry in entries:
         ended = entry.until if entry.settled is None else entry.settled
         until[entry.suspect] = max(ended, until.get(entry.suspect, 0.0))
-    noted = FaultLog(folder).read()
-    return [one for one in noted if all(one.at > until.get(suspect, -1.0) for suspect in one.observation.suspects)]
+    return [one for one in log if all(one.at > until.get(suspect, -1.0) for suspect in one.observation.suspects)]
 
 
 def _merged(before: Quarantined, now: Quarantined) -> Quarantined:

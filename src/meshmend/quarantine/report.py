@@ -47,7 +47,7 @@ def enforce(
     train with the suspect.
     """
     entries = QuarantineList(folder, now=now)
-    noted = unsettled(folder, entries.read())
+    noted = unsettled(FaultLog(folder).read(), entries.read())
     made = []
     for verdict in _verdicts(noted):
         facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
@@ -60,7 +60,7 @@ def refused(folder: Folder) -> tuple[Suspect, ...]:
 
     For a moment that is also so while a process lists a suspect.
     """
-    noted = unsettled(folder, QuarantineList(folder).read())
+    noted = unsettled(FaultLog(folder).read(), QuarantineList(folder).read())
     return tuple(verdict.suspect for verdict in _verdicts(noted))
 
 

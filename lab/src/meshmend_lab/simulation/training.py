@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DISK_TIMEOUT_S = 30.0
 JOIN_S = 300.0
-"""How long JAX waits for all processes of a job (`initialization_timeout`)."""
+"""How long a worker waits for peers that have not started: longer than a real one, whose `initialize` waits 30 s."""
 
 
 class SimulatedWorker(Actor):

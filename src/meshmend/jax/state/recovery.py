@@ -111,10 +111,11 @@ class StateSearch:
         failed = [(host, one["why"]) for host, one in zip(self.hosts, facts, strict=True) if one["why"]]
         if not failed:
             return {}
-        if any(one.get("is_late") for one in facts):
+        late = [host for host, one in zip(self.hosts, facts, strict=True) if one.get("is_late")]
+        if late:
             raise TransientError(
-                f"host {failed[0][0]}: {failed[0][1]} The checkpoint may be whole: the job tries again, and goes back "
-                "to no older one.",
+                f"host {late[0]}: {dict(failed)[late[0]]} (it may be whole). The job tries again, and goes back to no "
+                "older one.",
                 step=source.step,
             )
         more = f" (and on {len(failed) - 1} more hosts)" if len(failed) > 1 else ""

@@ -11,7 +11,8 @@ that was made of the parameters before goes by name, however it was made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,10 @@ class ByName:
 
         Layers without elements are in none, and stay as they are.
         """
-        found: list[Any] = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        # Of layers without elements alone: an array of a whole layer would be made just to be replaced.
+        found: list[Any] = [
+            None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves
+        ]
         for shard, group in zip(shards, self.groups, strict=True):
             for i in group.members:
                 found[i] = shard
@@ -136,30 +140,29 @@ class ByName:
         return jax.tree.unflatten(structure, list(map(_Found, leaves, formulas)))
 
     def _joined(self, state: Tree, shards: Shards, numbers: Sequence[jax.Array] | None) -> Tree:
-        nodes, outer = self._nodes(state, shards)
+        nodes, outer = _flatten(state, self._likeness(shards))
         return outer.unflatten([node.value if isinstance(node, _Found) else self.join(node, numbers) for node in nodes])
 
     def _split(self, state: Tree, template: Tree, shards: Shards) -> Tree:
         """Return the state of a tree, of which this is that of shards."""
-        nodes, outer = self._nodes(template, shards)
+        is_like = self._likeness(shards)
+        nodes, outer = _flatten(template, is_like)
         own = outer.flatten_up_to(state)
         return outer.unflatten(
-            [
-                self.layers_of(mine, node) if self._is_like(node, shards) else mine
-                for node, mine in zip(nodes, own, strict=True)
-            ]
+            [self.layers_of(mine, node) if is_like(node) else mine for node, mine in zip(nodes, own, strict=True)]
         )
 
-    def _nodes(self, state: Tree, shards: Shards) -> tuple[list[Any], Any]:
-        """Return the trees like the parameters that a state has, and what else it has, in order."""
-        return jax.tree.flatten(state, is_leaf=lambda node: self._is_like(node, shards))
-
-    def _is_like(self, node: Any, shards: Shards) -> bool:
-        leaves, structure = jax.tree.flatten(node, is_leaf=_is_left_out)
-        if structure != self.structure or all(map(_is_left_out, leaves)):
-            return False
+    def _likeness(self, shards: Shards) -> Callable[[Any], bool]:
+        """Return whether a part of a state is a tree like the parameters, as a function."""
         shapes = [leaf.shape for leaf in jax.tree.leaves(self.layers_of(shards))]
-        return all(_is_left_out(leaf) or leaf.shape == shape for leaf, shape in zip(leaves, shapes, strict=True))
+
+        def is_like(node: Any) -> bool:
+            leaves, structure = jax.tree.flatten(node, is_leaf=_is_left_out)
+            if structure != self.structure or all(map(_is_left_out, leaves)):
+                return False
+            return all(_is_left_out(leaf) or leaf.shape == shape for leaf, shape in zip(leaves, shapes, strict=True))
+
+        return is_like
 
 
 class _LayersByName:
@@ -204,6 +207,11 @@ def _merged(found: Sequence[Any], numbers: jax.Array | None) -> Any:
         chosen[of_formula] = True
         merged = jnp.where(jnp.asarray(chosen)[numbers], value, merged)
     return merged
+
+
+def _flatten(state: Tree, is_like: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """Return the trees like the parameters that a state has, and what else it has, in order."""
+    return jax.tree.flatten(state, is_leaf=is_like)
 
 
 def _is_left_out(node: Any) -> bool:

@@ -22,7 +22,7 @@ from meshmend.cost import Hardware, between_tiles, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.engine.collectives import Tree, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
-from meshmend.jax.engine.program import Program, Update, abstract_program, install
+from meshmend.jax.engine.program import Parts, Program, Update, abstract_program, install
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.train.shardings import match_specs, shapes_inside
@@ -57,14 +57,20 @@ class TrainingPlan(StepPlan):
 
     def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        return install(
-            self.schedule,
-            fabric,
-            update=INSTALLED[self.update],
-            scatter=self.scatter,
-            gather=self.gather,
-            scalars=self.scalars,
-        )
+        return install(self.schedule, fabric, **self._parts)
+
+    def abstract(self, fabric: Fabric) -> Program:
+        """Return the shapes of what `install` would put there, to compile for devices that are not here."""
+        return abstract_program(self.schedule, fabric, **self._parts)
+
+    @property
+    def _parts(self) -> Parts:
+        return {
+            "update": INSTALLED[self.update],
+            "scatter": self.scatter,
+            "gather": self.gather,
+            "scalars": self.scalars,
+        }
 
 
 def plan(

@@ -251,17 +251,21 @@ class Disk:
         """Read what this process needs of a checkpoint; raise `RestartError` if any of that is not as it was saved."""
         try:
             saved = with_timeout(self.timeout_s, self.facts, step)
+        except TimeoutError as error:
+            raise self._cannot_read(step, error) from error
+        try:
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
             return saved, with_timeout(seconds, self._read, saved, layout)
         except MissingExtraError:
             raise
         except Exception as error:  # a damaged file makes TensorStore raise almost anything
-            if isinstance(error, RestartError) and error.step is not None:
-                raise
-            raise RestartError(
-                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
-                step=step,
-            ) from error
+            raise self._cannot_read(step, error) from error
+
+    def _cannot_read(self, step: int, error: Exception) -> RestartError:
+        return RestartError(
+            f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
+            step=step,
+        )
 
     def _read(self, saved: Saved, layout: StateLayout) -> Reader:
         folder = self.folder / str(saved.step) / STATE
