@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of compiled programs. Where MESHMEND_TESTS_COMPILED names a folder, it begins with those of earlier runs.
+    """A folder of compiled programs. It begins with those of earlier runs where MESHMEND_TESTS_COMPILED names a folder.
 
     Each process has a folder of its own, as JAX may read a file of another one that is not yet whole.
     """
