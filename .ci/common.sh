@@ -6,7 +6,13 @@ torch="$venv-torch/bin/python"
 times="$venv-times"
 rm -rf "$times" && mkdir -p "$times"
 # Most of an installation would be the compiling of modules that no test imports: Python does that for those it imports.
-export PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$PWD/constraints.txt
+# pip reads a falsy value of this one as "do not".
+export PIP_NO_COMPILE=0 PYTHONDONTWRITEBYTECODE="" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$PWD/constraints.txt
+
+# What XLA has compiled for tests is kept with the environment, and goes with it. What a month has not changed goes too.
+MESHMEND_TESTS_COMPILED=$(realpath -m "$venv")/compiled
+export MESHMEND_TESTS_COMPILED
+if [ -d "$MESHMEND_TESTS_COMPILED" ]; then find "$MESHMEND_TESTS_COMPILED" -type f -mtime +30 -delete; fi
 
 # The judge of our predictions, the browser that our pages are tried in, what makes the lab's network namespaces, what
 # tells hosts how they are wired, and the server that scrapes a job's metrics. Without them, and without the right to

@@ -238,6 +238,17 @@ def test_importing_meshmend_brings_no_extra() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_scipy_is_imported_where_it_is_used() -> None:
+    """It takes as long to import as the rest of the command line, and most commands and workers have no use for it."""
+    at_once = [
+        f"{path}:{node.lineno}"
+        for path in FILES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and "scipy" in ast.unparse(node)
+    ]
+    assert at_once == []
+
+
 PRIVATE = {
     "jax/engine/private.py": {"jax"},
     "torch/private.py": {"torch"},

@@ -1,8 +1,11 @@
 """JAX reads its device count once, when it is imported: 64 virtual CPU devices, before any test does that."""
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +20,9 @@ if version("jax").startswith("0.10."):  # later ones may have no such flags
 pages and examples, which run in processes of their own, have XLA as users have it, and so have all tests where
 XLA_OPTIMIZER=on: `.ci/nightly` sets that."""
 
-SAME_PROGRAMS = ("job", "state")
-"""Tests that compile the same few train steps over and over, in jobs that start again."""
+COMPILED_ANEW = ("compile", "session", "test_cache.py", "test_compiler_options.py")
+"""Folders and modules of tests about compiling itself: they count compilations, or save what was compiled, which for
+CPUs cannot be a program that came from JAX's cache."""
 
 
 def flags() -> str:
@@ -41,10 +45,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     os.environ["XLA_FLAGS"] = CHIPS
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of compiled programs. It begins with those of earlier runs where MESHMEND_TESTS_COMPILED names a folder.
+
+    Each process has a folder of its own, as JAX may read a file of another one that is not yet whole.
+    """
+    if "MESHMEND_TESTS_COMPILED" not in os.environ:
+        yield tmp_path_factory.getbasetemp() / "compiled"
+        return
+    kept = Path(os.environ["MESHMEND_TESTS_COMPILED"]) / f"optimizer-{os.environ.get('XLA_OPTIMIZER', 'off')}"
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        for old in kept.glob("*-cache"):
+            os.link(old, Path(folder) / old.name)
+        yield Path(folder)
+        for new in Path(folder).glob("*-cache"):
+            with contextlib.suppress(FileExistsError):
+                os.link(new, kept / new.name)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compile_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep compiled programs on disk for the tests of jobs: a program that was compiled before is loaded."""
-    if request.path.parent.name not in SAME_PROGRAMS:
+def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
+    """Keep compiled programs on disk: one that was compiled before, by another test or in a run before, is loaded."""
+    if {request.path.name, request.path.parent.name} & {*COMPILED_ANEW}:
         yield
         return
     import jax
@@ -52,7 +76,7 @@ def compile_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
     options = {
         "jax_enable_compilation_cache": True,  # jobs with a key switch it off
-        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),  # of this process alone
+        "jax_compilation_cache_dir": str(compiled),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

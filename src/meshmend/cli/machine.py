@@ -9,8 +9,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.text import Text
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import shortest_path
 
 from meshmend.cli.common import check_output, mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, option, read_wrap
@@ -84,6 +82,9 @@ def _routes(machine: Machine, host: str) -> list[str]:
             f"{machine.file}: routes need a live host, and each host's address and ports. Describe the machine with "
             "`meshmend machine FILE.json --lldp DIR`."
         )
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import shortest_path
+
     rank, edges = mesh.rank(at), mesh.cables
     graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(mesh.n_chips, mesh.n_chips))
     # In the tree of shortest ways from a destination, what comes before this host is the next on the way to it.

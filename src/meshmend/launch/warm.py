@@ -35,6 +35,7 @@ MODULES = (
     "flax.linen",
     "grain",
     "orbax.checkpoint",
+    "scipy.sparse.csgraph",
     "meshmend.jax",
     "meshmend.jax.session",
     "meshmend.jax.state",

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import connected_components, depth_first_order
 
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.state.layout.flat import Outline
 from meshmend.topology import Mesh
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 Ints = NDArray[np.int32]
 
@@ -209,6 +210,9 @@ def _order(host_of_chip: tuple[int, ...], mesh: Mesh, domain_of: tuple[int, ...]
     In a depth-first order, hosts that are cut off together are next to each other, seen from most hosts: of two such
     orders, from either end, the one with fewer exceptions. Hosts of a domain follow its first one.
     """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     _, hosts = np.unique(host_of_chip, return_inverse=True)
     # Chips (or tiles) of the same hosts fail together, and are one node of a graph.
     owners, node_of = np.unique(np.sort(hosts.reshape(mesh.n_chips, -1), axis=1), axis=0, return_inverse=True)
@@ -259,6 +263,8 @@ def _leaves_its_surroundings_whole(near: list[set[int]], gone: set[int]) -> bool
 def _depth_first(
     graph: csr_array, owners: NDArray[np.int64], root: int, domain_of: tuple[int, ...]
 ) -> NDArray[np.int64]:
+    from scipy.sparse.csgraph import depth_first_order
+
     nodes = depth_first_order(graph, root, directed=False, return_predecessors=False)
     hosts = list(dict.fromkeys([*owners[nodes].ravel().tolist(), *range(len(domain_of))]))
     first = {domain_of[host]: at for at, host in reversed(list(enumerate(hosts)))}
