@@ -18,7 +18,7 @@ from meshmend.topology import Cable
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
 
-from meshmend.torch.cables import ANSWERS, MISSES, TOLD_BYTES, CableHealth, address_of, answering, tell, told  # noqa: E402
+from meshmend.launch.cables import ANSWERS, MISSES, TOLD_BYTES, CableHealth, address_of, answering, tell, told  # noqa: E402
 from meshmend.torch.mesh_group import MeshGroup  # noqa: E402
 from meshmend.torch.plans import Plans  # noqa: E402
 from torch_engine.processes import remembered  # noqa: E402

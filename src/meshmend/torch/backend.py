@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from meshmend.cost import Hardware
 from meshmend.errors import CollectiveError, Coordinate, ParameterError, PayloadError, name_chip
+from meshmend.launch.cables import CableWatch, address_of
 from meshmend.topology import Mesh, cut_into_tiles
-from meshmend.torch.cables import CableWatch, address_of
 from meshmend.torch.lost import Reports
 from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
 from meshmend.torch.mesh_group import MeshGroup

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from meshmend.errors import Coordinate, MeshmendError, PlanError
+from meshmend.launch.cables import CableWatch, tell, told
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Cable, Mesh
-from meshmend.torch.cables import CableWatch, tell, told
 from meshmend.torch.channel import Channel, Deadline, NewsError, TransportError
 from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine

@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, MeshmendError, name_chip
+from meshmend.launch.cables import CableWatch, address_of
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
-from meshmend.torch.cables import CableWatch, address_of
 from meshmend.torch.collective import check_tensors
 from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of

@@ -8,7 +8,8 @@ routers lie between neighbours, none is.
 
 A member decides nothing alone. With news it sets a flag in the words that all members exchange before each call. Then
 all of them tell all which of their cables are dead, and plan around what any of them has told (`MeshGroup`). Members
-agree on the plan itself before data moves, so that whoever got anything else ends with an error.
+agree on the plan itself before data moves, so that whoever got anything else ends with an error. That is PyTorch. The
+agents of `meshmend run` put a dead cable on the quarantine list and start a round.
 """
 
 from __future__ import annotations
@@ -90,23 +91,28 @@ class CableWatch:
         """The chip's cables that do not answer any more."""
         return self._health.dead
 
-    def begin(self, own: str, addresses: Mapping[Coordinate, str]) -> None:
-        """Watch the cables to these neighbours; those without an address, or with this host's, have none."""
+    def begin(self, own: str, addresses: Mapping[Coordinate, str], *, with_detour: bool = False) -> None:
+        """Watch the cables to these neighbours; those without an address, or with this host's, have none.
+
+        `with_detour`: a miss counts only where the neighbour answers over a detour, so that its host is alive.
+        """
         self.end()
         wired = {chip: address for chip, address in addresses.items() if address not in ("", own)}
         if own and wired:
             self._ended = threading.Event()
-            given = (wired, self._ended)
+            given = (wired, self._ended, with_detour)
             threading.Thread(target=self._ask, args=given, name="meshmend-cables", daemon=True).start()
 
     def end(self) -> None:
         """Watch no longer."""
         self._ended.set()
 
-    def _ask(self, wired: Mapping[Coordinate, str], ended: threading.Event) -> None:
+    def _ask(self, wired: Mapping[Coordinate, str], ended: threading.Event, with_detour: bool) -> None:
         while not ended.is_set():
             found, before = answering(wired.values()), self.dead
-            self._health.note({chip: address in found for chip, address in wired.items()})
+            missed = set(wired.values()) - found
+            counted = found | (answering(missed, hops=64) if with_detour else missed)
+            self._health.note({chip: address in found for chip, address in wired.items() if address in counted})
             for cable in sorted(self.dead - before):
                 warnings.warn(
                     f"Cable {name_cable(cable)} does not answer any more. Plans avoid it until it has answered for a "
@@ -116,14 +122,14 @@ class CableWatch:
             ended.wait(PERIOD_S)
 
 
-def answering(addresses: Iterable[str]) -> set[str]:
-    """Return which of these addresses answer without any host between."""
+def answering(addresses: Iterable[str], hops: int = 1) -> set[str]:
+    """Return which of these addresses answer over so many hops: over one, without any host between."""
     found: set[str] = set()
     with selectors.DefaultSelector() as waiting, ExitStack() as stack:
         for address in addresses:
             probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.setblocking(False)
-            probe.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, 1)
+            probe.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, hops)
             # What fails at once has no way to the neighbour.
             if probe.connect_ex((address, PORT)) == errno.EINPROGRESS:
                 waiting.register(probe, selectors.EVENT_WRITE, (address, probe))
