@@ -80,7 +80,7 @@ def measure(
     return seconds
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """Skip the agreement."""
 
 
