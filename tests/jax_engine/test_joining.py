@@ -62,32 +62,6 @@ def test_leaves_come_back_as_they_were(name: str, stored: str) -> None:
         assert np.array_equal(found[i], leaf)
 
 
-def test_an_all_reduce_joins_large_leaves_first_on_tpus() -> None:
-    """Unless they are joined tile by tile; and every leaf comes back as its own sum."""
-    shapes = [(7,), (600,), (3, 5), (9, 1000), (600,)]
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    (group,) = groups_of(leaves, layout_of("in tiles"), None)
-    assert group.largest_first(leaves).members == (3, 1, 4, 2, 0)
-    for stored, shapes_given in (("flat", shapes), ("in tiles", JOINED["a small leaf comes last"][0])):
-        given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes_given]
-        (same,) = groups_of(given, layout_of(stored), None)
-        assert same.largest_first(given) is same
-    fabric = chips_of("2x3", "0,0")
-    program = in_tiles(program_of(fabric, "replicated"))
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(-9, 9, (5 * shape[0], *shape[1:])).astype(np.float32) for shape in shapes]
-    mapped = jax.shard_map(
-        mmj.all_reduce,
-        mesh=fabric.jax_mesh,
-        in_specs=(fabric.sharding(fabric.axes).spec, program.spec),
-        out_specs=fabric.sharding(fabric.axes).spec,
-        check_vma=False,
-    )
-    for row, found in zip(rows, jax.jit(mapped)(rows, program), strict=True):
-        total = row.reshape(5, -1).sum(axis=0)
-        assert np.array_equal(np.asarray(found).reshape(5, -1), np.broadcast_to(total, (5, total.size)))
-
-
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_layers_have_their_own_norms_where_the_order_changes(kind: str) -> None:
     """LAMB with a mask asks for both: which layer an element is of, and whether that is chosen."""

@@ -27,9 +27,7 @@ Tree = Any
 """A pytree of arrays, or of what there is one of for each of them: JAX has no type for it."""
 Leaf = jax.Array | jax.ShapeDtypeStruct
 MOST_LOOSE = 0.05
-"""Share of a payload that may be in leaves that are not whole tiles, where leaves are joined tile by tile.
-
-GPT-2 (31 %) and ResNet-50 (9 %) take more memory so than flat, with large leaves first: docs/compile.md."""
+"""Share of a payload that may be in leaves that are not whole tiles, where leaves are joined tile by tile."""
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
 Shards = tuple[Annotated[jax.Array, "[R, ...]"], ...]
@@ -92,7 +90,6 @@ def _ways(
     """
     scalars = program.scalars
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        group = group.largest_first(leaves)
         if scalars is not None and group.size < program.layout.n_cores * program.layout.shape.total_chunks:
             yield replace(group, layout=scalars.layout), scalars
         else:
@@ -220,15 +217,6 @@ class Group:
     def shard_shape(self, n_rows: int) -> tuple[int, ...]:
         """Return the shape of so many chunks, as a chip that owns them stores them."""
         return (n_rows, *self.chunk_shape)
-
-    def largest_first(self, leaves: Sequence[Leaf]) -> Group:
-        """Return the group as the compiler of TPUs joins it with the least memory, where nothing else needs its order.
-
-        Where GPT-2's come in the order of their names, its vocabulary last, that of v6e keeps copies of all until then.
-        """
-        if self.layout.tile == 1 or self.n_in_tiles:
-            return self
-        return replace(self, members=tuple(sorted(self.members, key=lambda i: -math.prod(leaves[i].shape))))
 
     def pack(
         self, leaves: Sequence[jax.Array], counts: Annotated[jax.Array, "[]"] | None = None
