@@ -35,8 +35,8 @@ class Gap:
 
     1. *bandwidth*: the bound. No schedule needs less, however well it uses the cables.
     2. *uneven load*: the busiest link carries more than the bound requires.
-    3. *filling and draining*: that link is idle at times, on ideal hardware: while the first chunks are on their way to
-       it, after the last have left it, and (in lock-step) while it waits for busier links.
+    3. *filling and draining*: that link is idle at times, on ideal hardware. The first chunks are still on their way to
+       it, the last have left it, or (in lock-step) it waits for busier links.
     4. *latency*: the hops.
     5. *engine limits*: what the start, each step and each message cost, and links that a chip cannot drive at once. On
        a switched network some of it is won back: there no transfers share a link.
