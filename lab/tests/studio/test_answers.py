@@ -14,7 +14,7 @@ from meshmend.cost.units import name_seconds
 from meshmend.errors import MeshmendError
 from meshmend.planning.auto import CHOICES
 from meshmend.planning.two_color import TwoColor
-from meshmend.topology.boxes import largest_box
+from meshmend_lab.availability.boxes import largest_box
 from meshmend_lab.studio import answers
 from meshmend_lab.studio.state import QUICK_BUDGET_S, State
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.topology import Mesh, Region
-from meshmend.topology.boxes import largest_box
 from meshmend_lab.availability.assumptions import Assumptions, Level
+from meshmend_lab.availability.boxes import largest_box
 from meshmend_lab.availability.history import FailureEvent, regions
 from meshmend_lab.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_parts
 

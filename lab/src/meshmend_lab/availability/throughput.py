@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from meshmend.planning.auto import Auto
 from meshmend.planning.weave.trees import grow
 from meshmend.topology import Mesh, Region, all_placements
-from meshmend.topology.boxes import part_of
 from meshmend_lab.availability.assumptions import Assumptions
+from meshmend_lab.availability.boxes import part_of
 
 GAPS = (0, 1, 2, 4)
 """Distances to the edge that are distinguished, each up to the next."""

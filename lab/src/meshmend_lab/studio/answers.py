@@ -28,7 +28,7 @@ from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, Region, name_cable
-from meshmend.topology.boxes import largest_box, part_of
+from meshmend_lab.availability.boxes import largest_box, part_of
 from meshmend_lab.studio.state import State, whole_machine
 
 Facts = dict[str, Any]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshmend.topology import Mesh, Region
-from meshmend.topology.boxes import largest_box, part_of
+from meshmend_lab.availability.boxes import largest_box, part_of
 
 Grid = NDArray[np.bool_]
 
