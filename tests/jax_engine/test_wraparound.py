@@ -10,6 +10,7 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.slices import slice_of
+from meshmend.cost import PRESETS
 from meshmend.jax.engine.fabric import HARDWARE
 from meshmend.machines.wiring import WIRING, documented_axes
 
@@ -47,8 +48,12 @@ def test_where_a_torus_may_be_twisted_only_the_long_axes_count_and_it_says_so(ki
     assert mesh.wrap == tuple(digit == "1" for digit in wrap)
 
 
-def test_every_kind_of_tpu_that_has_a_preset_has_a_wiring() -> None:
-    assert {kind for kind in HARDWARE if kind.startswith("TPU")} <= set(WIRING) == {*PODS, *CUBES, *LITE}
+def test_every_kind_of_tpu_has_a_wiring_and_a_preset_as_xla_drives_it() -> None:
+    assert set(WIRING) == {*PODS, *CUBES, *LITE}
+    other_names = {"TPU v5": "v5p", "TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+    for kind in WIRING:
+        assert HARDWARE[kind] == f"tpu-{other_names.get(kind, kind.removeprefix('TPU '))}-xla"
+        assert HARDWARE[kind] in PRESETS
 
 
 def test_discover_knows_the_wraps_of_a_slice_with_a_hole() -> None:

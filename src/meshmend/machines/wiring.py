@@ -1,4 +1,4 @@
-"""Which axes of a TPU slice wrap: what Google documents, per kind of device and shape of the slice, in one table.
+"""Kinds of TPU: the hardware of each, and which axes of a slice wrap, as Google documents it, in one table.
 
 No public interface reports it: JAX's devices have coordinates, and nothing about cables. We have checked none of this
 on a TPU. Sources:
@@ -26,8 +26,9 @@ from meshmend.topology import name_shape
 
 @dataclass(frozen=True)
 class Wiring:
-    """When the axes of a slice wrap; one of the fields is set."""
+    """A kind of TPU: its preset, as XLA drives it, and when the axes of a slice wrap, in one of the other fields."""
 
+    hardware: str
     pod: tuple[int, ...] = ()
     """All axes do, if the slice is this whole pod."""
     full_axis: int = 0
@@ -37,16 +38,16 @@ class Wiring:
 
 
 WIRING = {
-    "TPU v2": Wiring(pod=(16, 16)),
-    "TPU v3": Wiring(pod=(32, 32)),
-    "TPU v4": Wiring(cube=4),
-    "TPU v5": Wiring(cube=4),
-    "TPU v5p": Wiring(cube=4),
-    "TPU7x": Wiring(cube=4),
-    "TPU v5 lite": Wiring(full_axis=16),
-    "TPU v5e": Wiring(full_axis=16),
-    "TPU v6 lite": Wiring(full_axis=16),
-    "TPU v6e": Wiring(full_axis=16),
+    "TPU v2": Wiring("tpu-v2-xla", pod=(16, 16)),
+    "TPU v3": Wiring("tpu-v3-xla", pod=(32, 32)),
+    "TPU v4": Wiring("tpu-v4-xla", cube=4),
+    "TPU v5": Wiring("tpu-v5p-xla", cube=4),
+    "TPU v5p": Wiring("tpu-v5p-xla", cube=4),
+    "TPU7x": Wiring("tpu-v7x-xla", cube=4),
+    "TPU v5 lite": Wiring("tpu-v5e-xla", full_axis=16),
+    "TPU v5e": Wiring("tpu-v5e-xla", full_axis=16),
+    "TPU v6 lite": Wiring("tpu-v6e-xla", full_axis=16),
+    "TPU v6e": Wiring("tpu-v6e-xla", full_axis=16),
 }
 """By JAX's `device_kind`."""
 

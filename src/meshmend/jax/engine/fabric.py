@@ -29,25 +29,13 @@ from meshmend.errors import MeshError, name_chip
 from meshmend.jax.engine.compiler_options import options_for
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
-from meshmend.machines.wiring import documented_axes
+from meshmend.machines.wiring import WIRING, documented_axes
 from meshmend.topology import Mesh, Region, name_shape, parse_wrap
 
 CHIP_AXIS = "chip"
 CORE_AXIS = "core"
 
-HARDWARE = {
-    "cpu": "cpu-xla",
-    "TPU v2": "tpu-v2-xla",
-    "TPU v3": "tpu-v3-xla",
-    "TPU v4": "tpu-v4-xla",
-    "TPU v5": "tpu-v5p-xla",
-    "TPU v5p": "tpu-v5p-xla",
-    "TPU v5 lite": "tpu-v5e-xla",
-    "TPU v5e": "tpu-v5e-xla",
-    "TPU v6 lite": "tpu-v6e-xla",
-    "TPU v6e": "tpu-v6e-xla",
-    "TPU7x": "tpu-v7x-xla",
-}
+HARDWARE = {"cpu": "cpu-xla"} | {kind: one.hardware for kind, one in WIRING.items()}
 """Hardware presets, as seen through XLA, by JAX's `device_kind`."""
 
 
