@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,23 +126,27 @@ def test_a_refusal_says_why_and_what_to_do() -> None:
         slice_fabric("v3")
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "from meshmend.cli import main; main()", "compile", *words],
         check=False,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120"} | more,
     )
 
 
 @needs_libtpu
-def test_command_line() -> None:
+def test_command_line(tmp_path: Path) -> None:
     words = ["--topology", "v3:8x8", "--fail", "2x2@2,2", "--planner", "hamiltonian", "--payload", "1MB"]
-    facts = json.loads(command(*words, "--json").stdout)
+    cached = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    facts = json.loads(command(*words, "--json", **cached).stdout)
     assert (facts["mesh"], facts["chips"], facts["failed"]) == ("8x8", 60, ["2x2@2,2"])
     assert facts["payload_bytes"] == 1_000_000
-    assert "60 × 2 cores (TPU v3)" in command(*words).stdout
+    again = command(*words, **cached)
+    assert "60 × 2 cores (TPU v3)" in again.stdout
+    assert list(tmp_path.glob("*-cache")), "what JAX tries to load the second time"
+    assert not again.stderr
     refused = command("--topology", "v5e:4x8", "--fail", "0,0", "--planner", "row-pairs")
     assert refused.returncode == 1
     assert "row-pairs cannot plan" in refused.stderr
