@@ -17,7 +17,7 @@ EXTRAS = {
     "launch": r"meshmend (?:run|store)\b",
     "restart": r"mmj\.Job\b|meshmend\.jax\.state|train_through_failure",
     "tpu": r"meshmend compile\b|benchmarks/(?:jax_(?:fsdp|billion)|paper_workloads)",
-    "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_|meshmend bench\b",
+    "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_|meshmend lab bench jax\b|meshmend_lab\.timing",
     "torch": r"meshmend\.torch|meshmend lab bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b.* -o\b|mm\.draw\b|--plot\b",
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",

@@ -28,7 +28,7 @@ PACKAGES = [
     ["launch"],
     ["meshmend"],
     ["jax", "torch"],
-    ["bench", "doctor"],
+    ["doctor"],
     ["cli"],
 ]
 ROOMS = ["engine", "train", "data", "session", "state", "compile", "checks", "job"]

@@ -26,6 +26,7 @@ ORDER = [
     "export",
     "pallas",
     "bench",
+    "timing",
     "studio",
     "probes",
     "cli",

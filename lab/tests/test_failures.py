@@ -72,7 +72,7 @@ COMMANDS = [" ".join(words) for words, one in commands(GROUP).items() if not has
 WITHOUT_FAILURES = {"doctor", "mesh list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"mesh run", "export", "bench restart"}
+ELSEWHERE = {"mesh run", "export", "bench restart", "bench jax"}
 """What they refuse takes root or an extra: below."""
 
 
@@ -107,3 +107,11 @@ def test_a_missing_extra_is_one_line(
     monkeypatch.setitem(sys.modules, module, None)
     check(["lab", *words], f"needs {module}, which is not installed here")
     assert f"meshmend-lab[{extra}]" in run(["lab", *words])[2]
+
+
+def test_to_time_jax_takes_an_extra_of_meshmend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "jax" else object())
+    monkeypatch.setitem(sys.modules, "jax", None)
+    words = ["lab", "bench", "jax", "--shape", "1x2"]
+    check(words, "needs jax, which is not installed here")
+    assert "pip install 'meshmend[jax]'" in run(words)[2]

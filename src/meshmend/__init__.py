@@ -17,7 +17,7 @@ Packages, and the rooms inside `jax`. Each imports itself and lines above it, an
     launch: jobs that survive the failure of hosts
     meshmend: the names that most programs need
     jax, torch: engines to train with, and jobs on them
-    bench, doctor: times on your chips; a look at what is installed
+    doctor: a look at what is installed
     cli: the command line
 
     jax/engine: run a schedule

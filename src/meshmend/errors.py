@@ -23,7 +23,6 @@ __all__ = [
     "LayoutError",
     "LostChipError",
     "MachineError",
-    "MeasurementError",
     "MeshError",
     "MeshmendError",
     "MissingExtraError",
@@ -232,10 +231,6 @@ class LaunchError(MeshmendError, RuntimeError):
 
     Also raised by `meshmend.launch.Chips` where the process of a chip fails.
     """
-
-
-class MeasurementError(MeshmendError, RuntimeError):
-    """A measurement failed: its process ended early, or an engine gave a wrong sum."""
 
 
 class RestartError(MeshmendError, RuntimeError):

@@ -133,7 +133,7 @@ COMMANDS = [" ".join(words) for words, one in commands().items() if not hasattr(
 WITHOUT_FAILURES = {"doctor"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"bench", "compile", "run", "store"}
+ELSEWHERE = {"compile", "run", "store"}
 """What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
@@ -164,7 +164,6 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
-        (["bench", "--shape", "1x2"], "jax", "jax"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )

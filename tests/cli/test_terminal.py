@@ -41,7 +41,7 @@ def test_the_first_screen_of_the_help_is_one_screen(monkeypatch: pytest.MonkeyPa
     assert panels == {
         "Start here": ["plan", "verify", "compare", "draw", "run", "doctor"],
         "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
-        "Study": ["compile", "bench"],
+        "Study": ["compile"],
     }
     visible = {name for name, command in commands()[()].commands.items() if not command.hidden}
     assert visible == {name for names in panels.values() for name in names}

@@ -15,7 +15,6 @@ ASKED = {"plan", "make_planner", "plan_broadcast", "plan_halves", "plan_shards"}
 CHECKS_ONLY = {
     "doctor/probes.py": "small plans that show whether an engine adds up; their time counts for nothing",
     "planning/shards.py": "a number of chunks, that is given, is all that gather has to choose",
-    "cli/bench.py": "only to see whether a planner of that name exists",
 }
 PLANNING = ("meshmend.planning", "meshmend.planning.proven", "meshmend.planning.shards")
 SAID = {"payload_bytes", "hardware"}

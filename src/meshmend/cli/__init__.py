@@ -12,7 +12,6 @@ import typer
 
 from meshmend import __version__
 from meshmend.cli import (
-    bench,
     compare,
     doctor,
     draw,
@@ -67,7 +66,6 @@ _add("watch", OPERATE, "a job and its goodput", watch.command)
 app.add_typer(quarantine.app, name="quarantine", rich_help_panel=OPERATE, short_help="what a job leaves out")
 _add("machine", OPERATE, "read a machine's files", machine.command)
 _add("compile", STUDY, "a plan for a TPU slice", compile_command.command)
-_add("bench", STUDY, "time your own chips", bench.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,6 +20,7 @@ from meshmend_lab.cli import (
     programs,
     simulate,
     studio,
+    timing,
     verify,
 )
 
@@ -49,5 +50,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 app.add_typer(mesh.app, name="mesh")
 app.add_typer(bench.app, name="bench")
+bench.app.command("jax", cls=Command)(timing.command)
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(unbundled(command))

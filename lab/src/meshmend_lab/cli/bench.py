@@ -1,4 +1,4 @@
-"""`meshmend lab bench`: all-reduce times on real links, and survival of killed hosts."""
+"""`meshmend lab bench`: all-reduce times on real links, and survival of killed hosts; on JAX devices: `timing`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RepeatOption = Annotated[int, typer.Option("--repeat", metavar="N", min=1, help=
 
 app = typer.Typer(
     cls=CommandGroup,
-    help="Campaigns: all-reduces over real links, and jobs whose hosts are killed.",
+    help="Campaigns: all-reduces over real links and on JAX's devices, and jobs whose hosts are killed.",
     no_args_is_help=True,
 )
 

@@ -1,4 +1,4 @@
-"""`meshmend bench`: all-reduces on the devices that JAX has, or on virtual ones.
+"""`meshmend lab bench jax`: all-reduces on the devices that JAX has, or on virtual ones.
 
 The measurement has a process of its own, because JAX reads its number of devices once.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Annotated
 
-from meshmend.bench.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption, hardware_option, option
 from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
 from meshmend.cost.units import format_bytes
 from meshmend.doctor.examine import ask, jax_environment, virtual_devices
-from meshmend.errors import MeasurementError
 from meshmend.extras import require
 from meshmend.planning import make_planner
 from meshmend.topology import Mesh
+from meshmend_lab.errors import LabError
+from meshmend_lab.timing.report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 
 TIMEOUT_S = 3600.0
 DEFAULT_PAYLOAD = "4MB"
@@ -45,11 +45,11 @@ def command(
     Measured times stand beside predicted ones. Without --shape the devices are those that JAX has, which must know
     where they are, as TPUs do.
 
-    Example: meshmend bench --shape 4x4 --fail 2x2@0,0 --payload 4MB
+    Example: meshmend lab bench jax --shape 4x4 --fail 2x2@0,0 --payload 4MB
     """
     holes, payloads, planners = fail or [], payload or [DEFAULT_PAYLOAD], planner or []
     require("jax", "optax", needed_for="This measurement", extra="jax")
-    words = ["-m", "meshmend.bench.timing", "--json", "--repeat", str(repeat)]
+    words = ["-m", "meshmend_lab.timing.devices", "--json", "--repeat", str(repeat)]
     environment = jax_environment()
     if shape is not None:
         environment = virtual_devices(Mesh(shape).fail(*holes).n_chips)
@@ -65,7 +65,7 @@ def command(
     with working(f"all-reduces of {sizes}", json):
         facts, failure = ask(words, environment, TIMEOUT_S)
     if failure is not None:
-        raise MeasurementError(f"The measurement failed: {failure}")
+        raise LabError(f"The measurement failed: {failure}")
     if json:
         print_json(facts)
         return

@@ -1,9 +1,9 @@
 """All-reduce times on JAX devices: `psum`, every planner, and what a job takes, measured beside predicted.
 
-    python -m meshmend.bench.timing --shape 4x4 --payload 4kB
-    meshmend run --local 4x6 --host 2x2 -m meshmend.bench.timing --payload 4kB --payload 200kB
+    python -m meshmend_lab.timing.devices --shape 4x4 --payload 4kB
+    meshmend run --local 4x6 --host 2x2 -m meshmend_lab.timing.devices --payload 4kB --payload 200kB
 
-`meshmend bench` runs it in a process with as many virtual devices as the mesh has chips. Under a
+`meshmend lab bench jax` runs it in a process with as many virtual devices as the mesh has chips. Under a
 launcher each process has its host's devices, all of them measure together, and process 0 prints the table.
 
 Every planner is tuned for the payload and for hardware that is given or was measured just before, as a job's plan is.
@@ -31,11 +31,10 @@ from jax import lax
 from numpy.typing import NDArray
 
 import meshmend.jax as mmj
-from meshmend.bench.report import JOB, PSUM, as_text, compare, read_payload
 from meshmend.buckets import own_folder
 from meshmend.cost import StepDemand
 from meshmend.cost.hardware import hardware_facts
-from meshmend.errors import MeasurementError, MeshmendError, ParameterError, PlanError
+from meshmend.errors import MeshmendError, ParameterError, PlanError
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.session import Session, initialize, initialize_alone
@@ -46,6 +45,8 @@ from meshmend.jax.train.plan import hardware_of
 from meshmend.planning import PlanCache, plan
 from meshmend.planning.auto import CHOICES
 from meshmend.schedule import Schedule
+from meshmend_lab.errors import LabError
+from meshmend_lab.timing.report import JOB, PSUM, as_text, compare, read_payload
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _time(session: Session, programs: dict[str, Program], n_values: int, repeat:
     for name, run in runs.items():
         for shard in run().addressable_shards:
             if not np.array_equal(np.asarray(shard.data)[0], expected):
-                raise MeasurementError(f"{name} gave a wrong sum on {fabric.mesh}, {shard.device}.")
+                raise LabError(f"{name} gave a wrong sum on {fabric.mesh}, {shard.device}.")
     spans: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
@@ -195,7 +196,7 @@ def contribution(rank: int, n_values: int) -> NDArray[np.float32]:
 
 def main(words: Sequence[str]) -> None:
     """Measure, and print the table; or, with --json, one line with the figures."""
-    parser = argparse.ArgumentParser(prog="python -m meshmend.bench.timing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m meshmend_lab.timing.devices", description=__doc__)
     parser.add_argument("--shape", help="the mesh that devices without coordinates form")
     parser.add_argument("--fail", action="append", default=[], help="a hole, as in 2x2@0,0")
     parser.add_argument("--payload", action="append", required=True, help="bytes per device, as in 4MB")
@@ -208,7 +209,7 @@ def main(words: Sequence[str]) -> None:
     if launched and (given.shape or given.fail):
         raise ParameterError("Under a launcher the hosts say which chips there are: leave out --shape and --fail.")
     payloads = [read_payload(text) for text in given.payload]
-    with tempfile.TemporaryDirectory(prefix="meshmend-bench-") as own:
+    with tempfile.TemporaryDirectory(prefix="meshmend-timing-") as own:
         shared = os.environ.get("MESHMEND_SHARED") if launched else None
         folder = own_folder(shared or own)
         joined = initialize() if launched else initialize_alone(_own_fabric(given.shape, given.fail))

@@ -1,4 +1,4 @@
-"""`meshmend bench` and `meshmend doctor --measure`, run as people run them."""
+"""`meshmend lab bench jax`, run as people run it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from meshmend import Mesh, plan, predict
-from meshmend.bench.report import as_text, compare
 from meshmend.cli import app
 from meshmend.cost import find_hardware
-from meshmend.errors import MeasurementError
+from meshmend.cost.hardware import write_hardware
 from meshmend.planning.auto import CHOICES
+from meshmend_lab.errors import LabError
+from meshmend_lab.timing.report import as_text, compare
 
 
 def meshmend(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,57 +36,12 @@ def figures(*words: str, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    path = tmp_path_factory.mktemp("measured") / "mine.json"
-    return path, figures("doctor", "--measure", str(path), "--shape", "2x3")
-
-
-def test_what_doctor_measures_is_taken_wherever_a_preset_is(measured: tuple[Path, Any]) -> None:
-    path, facts = measured
-    hardware = find_hardware(str(path))
-    assert facts["file"] == str(path)
-    assert facts["mesh"] == "2x3"
-    assert facts["hardware"]["link_bytes_per_s"] == hardware.link_bytes_per_s
-    assert hardware.runs_lanes
-    assert hardware.is_switched
-    written = json.loads(path.read_text())["measured"]
-    assert (written["chips"], written["processes"], written["platform"]) == (6, 1, "cpu")
-    assert {"jax", "jaxlib"} <= set(written["versions"])
-    assert all(loop["seconds"] > 0 for loop in written["loops"])
-    planned = figures("plan", "2x3", "--payload", "4kB", "--hardware", str(path))
-    here = plan(Mesh("2x3"), payload_bytes=4000, hardware=hardware)
-    assert planned["planner"] == here.planner
-    assert planned["seconds"] == pytest.approx(predict(here, 4000, hardware).seconds)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--measure", "mine.txt"], r"the name ends in '.txt', expected .json"),
-        (["--measure", "mine.json", "--shape", "2x"], "2x"),
-        (["--shape", "2x2"], "give --measure FILE.json as well"),
-    ],
-)
-def test_doctor_says_what_is_wrong_before_it_measures(words: list[str], message: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["doctor", *[word.replace("mine", f"{tmp_path}/mine") for word in words]])
-    assert done.exit_code == 1
-    assert message in " ".join(done.stderr.split())
-    assert not (tmp_path / "mine.json").exists()
-
-
-def test_devices_without_coordinates_need_a_shape(tmp_path: Path) -> None:
-    done = meshmend("doctor", "--measure", str(tmp_path / "mine.json"), JAX_PLATFORMS="cpu")
-    assert done.returncode == 1
-    assert "--shape 4x4" in done.stderr
-    assert not (tmp_path / "mine.json").exists()
-
-
-def test_every_planner_is_timed_beside_psum_and_the_job(measured: tuple[Path, Any]) -> None:
-    path, _ = measured
+def test_every_planner_is_timed_beside_psum_and_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    write_hardware(find_hardware("cpu-xla:message_s=2ms"), path, {})
     mesh = Mesh("2x3", failed=["0,0"])
     words = ("--shape", "2x3", "--fail", "0,0", "--payload", "4kB", "--payload", "1002B", "--hardware", str(path))
-    facts = figures("bench", *words, "--repeat", "2")
+    facts = figures("lab", "bench", "jax", *words, "--repeat", "2")
     hardware = find_hardware(str(path))
     able = [kind.name for kind in CHOICES if kind().unsupported_reason(mesh) is None]
     assert 2 <= len(able) < len(CHOICES)
@@ -119,17 +75,17 @@ def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
     import meshmend.jax as mmj
-    from meshmend.bench import timing
     from meshmend.jax.session import initialize_alone
+    from meshmend_lab.timing import devices
 
     session = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))
     program = mmj.install(plan(session.fabric.mesh, "latency", payload_bytes=400, hardware="cpu-xla"), session.fabric)
-    took = timing._time(session, {"latency": program}, 100, 2)
+    took = devices._time(session, {"latency": program}, 100, 2)
     assert {case: len(seconds) for case, seconds in took.items()} == {"psum": 2, "latency": 2}
     right = mmj.all_reduce
     monkeypatch.setattr(mmj, "all_reduce", lambda x, program: right(x, program).at[0, -1].add(1))
-    with pytest.raises(MeasurementError, match="latency gave a wrong sum on 2x2"):
-        timing._time(session, {"latency": program}, 100, 1)
+    with pytest.raises(LabError, match="latency gave a wrong sum on 2x2"):
+        devices._time(session, {"latency": program}, 100, 1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +97,7 @@ def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refused(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", *words])
+    done = CliRunner().invoke(app, ["lab", "bench", "jax", *words])
     assert done.exit_code == 1
     assert message in " ".join(done.stderr.split())
 
@@ -168,9 +124,8 @@ def test_text_for_a_log() -> None:
 
 @pytest.mark.slow
 def test_processes_measure_together(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="meshmend run's store is torch's")
     words = ("--local", "2x4", "--host", "2x2", "--shared", str(tmp_path / "shared"))
-    module = ("-m", "meshmend.bench.timing", "--payload", "4kB", "--repeat", "2", "--json")
+    module = ("-m", "meshmend_lab.timing.devices", "--payload", "4kB", "--repeat", "2", "--json")
     done = meshmend("run", *words, *module)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if '"choices"' in line)
