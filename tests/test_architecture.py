@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import meshmend
@@ -39,6 +40,11 @@ PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
 CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "compare.py", "plot.py", "__init__.py"}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def part_of(path: Path) -> str:
     inside = path.relative_to(SOURCE)
     return "meshmend" if inside == Path("__init__.py") else inside.parts[0].removesuffix(".py")
@@ -47,7 +53,7 @@ def part_of(path: Path) -> str:
 def imports_of(path: Path) -> set[str]:
     """Parts of meshmend that a file imports; "meshmend" stands for the package's own public names."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "meshmend" else [f"meshmend.{a.name}" for a in node.names]
@@ -136,7 +142,7 @@ def test_the_laboratory_imports_the_product_and_never_the_other_way() -> None:
     files = [path for folder in (SOURCE, root / "tests", root / "examples") for path in folder.rglob("*.py")]
     assert len(files) > 300
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "meshmend_lab" for name in names), path
@@ -180,7 +186,7 @@ def import_cycle(imports: Mapping[str, Collection[str]]) -> list[str]:
 
 def test_no_modules_import_each_other() -> None:
     paths = {module_of(path): path for path in SOURCE.rglob("*.py")}
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    trees = {name: tree_of(path) for name, path in paths.items()}
     assert import_cycle({name: modules_imported(tree, paths) for name, tree in trees.items()}) == []
 
 
@@ -222,7 +228,7 @@ def test_nothing_right_of_the_schedule_imports_a_planner() -> None:
         f"{path}:{getattr(node, 'lineno', 0)}"
         for path in FILES
         if part_of(path) in PLANNER_FREE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if uses_a_planner(node, part_of(path))
     ]
     assert not wrong
@@ -243,7 +249,7 @@ def test_scipy_is_imported_where_it_is_used() -> None:
     at_once = [
         f"{path}:{node.lineno}"
         for path in FILES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree_of(path).body
         if isinstance(node, ast.Import | ast.ImportFrom) and "scipy" in ast.unparse(node)
     ]
     assert at_once == []
@@ -287,7 +293,7 @@ def libraries(tree: ast.Module) -> set[str]:
 def test_private_names_of_libraries_stay_in_one_file_for_each() -> None:
     wrong = {}
     for path in FILES:
-        tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(SOURCE).as_posix()
+        tree, file = tree_of(path), path.relative_to(SOURCE).as_posix()
         if libraries(tree) and file not in PRIVATE and (names := private_names(tree)):
             wrong[file] = names
     assert not wrong, f"put them into one of {sorted(PRIVATE)}, each with a test of its own"
@@ -316,7 +322,7 @@ def test_no_function_is_longer_than_a_hundred_lines() -> None:
     long = [
         f"{path.name}: {node.name}"
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 100
     ]
     assert not long

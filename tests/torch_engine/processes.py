@@ -7,11 +7,13 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import meshmend.torch as mmt
 from meshmend import Mesh, plan
 from meshmend.launch.chips import Chips
 
@@ -76,3 +78,32 @@ def on_every_chip(mesh: Mesh, main: Callable[..., Any], *args: Any, timeout_s: f
         for rank in range(mesh.n_chips):
             chips.start(mesh.chip(rank), body)
         return chips.results(timeout_s)
+
+
+def _measured(chip: tuple[int, ...], mesh: Mesh, place: str, interface: str, file: Path) -> Any:
+    torch.set_num_threads(1)
+    options = mmt.MeshOptions(mesh.shape, chip, interface=interface)
+    rank = mesh.rank(chip)
+    dist.init_process_group(
+        "cpu:meshmend", init_method=place, rank=rank, world_size=mesh.n_chips, timeout=timedelta(seconds=120),
+        pg_options=options,
+    )  # fmt: skip
+    world = dist.group.WORLD
+    assert isinstance(world, mmt.MeshBackend)
+    before = world.hardware
+    found = mmt.measure(file=file)
+    total = torch.full((1000,), float(rank))
+    dist.all_reduce(total)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.ones(1, 8)).sum().backward()
+    dist.barrier()
+    return before, found, world.hardware, total.unique().tolist()
+
+
+def measure_together(mesh: Mesh, place: str, interface: str, file: Path, enter: Any = None) -> list[Any]:
+    """Measure in a process for each chip, and write a file; return the hardware before, what was found, what is planned
+    for then, and a sum of ranks."""
+    with Chips(enter) as chips:
+        for rank in range(mesh.n_chips):
+            chips.start(mesh.chip(rank), _measured, mesh, place, interface, file)
+        return list(chips.results(180).values())

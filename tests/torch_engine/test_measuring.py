@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,13 +13,11 @@ from meshmend.cost import find_hardware
 from meshmend.cost.fitting import TimedLoop
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
-import torch.distributed as dist  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import ParameterError  # noqa: E402
-from meshmend.launch import Chips  # noqa: E402
 from meshmend.torch.measuring import _lanes, _longer, _loop, fit  # noqa: E402
-from torch_engine.processes import free_port  # noqa: E402
+from torch_engine.processes import free_port, measure_together  # noqa: E402
 
 MESH = Mesh("2x3", failed=["1,2"])
 
@@ -86,26 +82,6 @@ def test_a_loop_uses_each_cable_once_at_most_and_sends_on_what_came_before(mesh:
         came.setdefault(int(step), set()).add((int(dst), int(chunk)))
 
 
-def measured(chip: tuple[int, ...], mesh: Mesh, place: str, interface: str, file: Path) -> Any:
-    torch.set_num_threads(1)
-    options = mmt.MeshOptions(mesh.shape, chip, interface=interface)
-    rank = mesh.rank(chip)
-    dist.init_process_group(
-        "cpu:meshmend", init_method=place, rank=rank, world_size=mesh.n_chips, timeout=timedelta(seconds=120),
-        pg_options=options,
-    )  # fmt: skip
-    world = dist.group.WORLD
-    assert isinstance(world, mmt.MeshBackend)
-    before = world.hardware
-    found = mmt.measure(file=file)
-    total = torch.full((1000,), float(rank))
-    dist.all_reduce(total)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    model(torch.ones(1, 8)).sum().backward()
-    dist.barrier()
-    return before, found, world.hardware, total.unique().tolist()
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer and shorter loops: what is tested is that they end in agreement, not how precise they are."""
@@ -113,17 +89,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"meshmend.torch.measuring.{name}", value)
 
 
-def run(mesh: Mesh, place: str, interface: str, file: Path, enter: Any = None) -> list[Any]:
-    with Chips(enter) as chips:
-        for rank in range(mesh.n_chips):
-            chips.start(mesh.chip(rank), measured, mesh, place, interface, file)
-        return list(chips.results(180).values())
-
-
 @pytest.mark.usefixtures("quick", "compiler")
 def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    found = run(MESH, f"tcp://127.0.0.1:{free_port()}", "lo", file)
+    found = measure_together(MESH, f"tcp://127.0.0.1:{free_port()}", "lo", file)
     for before, hardware, planned_for, total in found:
         assert before == find_hardware("gloo-loopback")
         assert hardware == planned_for == found[0][1]

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'meshme
 from meshmend import Mesh
 from meshmend_lab.mesh import Lab
 from namespaces import needs_lab
-from torch_engine.test_measuring import run
+from torch_engine.processes import measure_together
 
 
 @needs_lab
@@ -19,7 +19,7 @@ from torch_engine.test_measuring import run
 def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
     mesh = Mesh("2x2")
     with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:
-        found = run(mesh, f"tcp://{lab.address((0, 0))}:29400", "chip0", tmp_path / "lab.json", lab.enter)
+        found = measure_together(mesh, f"tcp://{lab.address((0, 0))}:29400", "chip0", tmp_path / "lab.json", lab.enter)
     hardware = found[0][1]
     assert not hardware.is_switched
     assert hardware.link_bytes_per_s == pytest.approx(lab.rate_bytes_per_s, rel=0.25)
