@@ -29,13 +29,21 @@ install_tools() {
   fi
 }
 
-# Runs a part, and notes its seconds, its budget and its exit status: `part NAME BUDGET command…`.
+# Runs a part, and notes its seconds, its budget, its exit status and its seconds of processors: `part NAME BUDGET
+# command…`. The last ones do not depend on what runs beside it.
 part() {
-  local name=$1 budget=$2 status=0 began=$SECONDS
+  local name=$1 budget=$2 status=0 began=$SECONDS shell=$BASHPID used
   shift 2
+  used=$(processor_seconds "$shell")
   "$@" || status=$?
-  printf '%s\t%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$budget" "$status" >> "$times/parts.tsv"
+  used=$(($(processor_seconds "$shell") - used))
+  printf '%s\t%s\t%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$budget" "$status" "$used" >> "$times/parts.tsv"
   return "$status"
+}
+
+# What the children of a process have used that have ended, in seconds.
+processor_seconds() {
+  awk -v hertz="$(getconf CLK_TCK)" '{ sub(/.*\) /, ""); print int(($14 + $15) / hertz) }' "/proc/$1/stat"
 }
 
 # Runs pytest with a report of its tests, and with a copy of what it prints: `tests NAME PYTHON -m pytest arguments…`.

@@ -3,9 +3,9 @@
     python .ci/times.py FOLDER            what `.ci/run` and `.ci/nightly` print at their end
     python .ci/times.py FOLDER --all      every file and test, not only those that take the most
 
-FOLDER has `parts.tsv`, a line per part with its name, seconds, budget and exit status; pytest's own report of a part as
-`PART.xml`, and what it printed as `PART.log`. Seconds of a file are added up over the processes that ran it, setup
-included. Exits with 1 if one of the parts after `--expected` has failed or is not there.
+FOLDER has `parts.tsv`, a line per part with its name, seconds, budget, exit status and seconds of processors; pytest's
+own report of a part as `PART.xml`, and what it printed as `PART.log`. Seconds of a file are added up over the processes
+that ran it, setup included. Exits with 1 if one of the parts after `--expected` has failed or is not there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Part(NamedTuple):
     took_s: int
     budget_s: int
     status: int
+    processors_s: int
+    """What all processors have worked for it: half of it is the least that it takes on two."""
 
 
 class Tests(NamedTuple):
@@ -72,14 +74,15 @@ def read_tests(folder: Path, name: str) -> Tests:
 
 def table(parts: list[Part], tests: Mapping[str, Tests]) -> list[str]:
     """Return a line per part."""
-    lines = [f"{'part':18} {'seconds':>8} {'budget':>8} {'passed':>8} {'skipped':>8} {'failed':>8}"]
+    lines = [f"{'part':18} {'seconds':>8} {'budget':>8} {'CPU s':>8} {'passed':>8} {'skipped':>8} {'failed':>8}"]
     for part in parts:
         found = tests[part.name]
         counts = " ".join(f"{found.outcomes[kind] or '':>8}" for kind in ("passed", "skipped", "failed"))
         never_ran = found.selected - sum(found.outcomes.values())
         notes = ["over its budget"] * (part.took_s > part.budget_s) + [f"{never_ran} did not run"] * (never_ran > 0)
         notes += [f"exit status {part.status}"] * (part.status != 0)
-        lines.append(f"{part.name:18} {part.took_s:8} {part.budget_s:8} {counts}  {', '.join(notes)}".rstrip())
+        seconds = f"{part.took_s:8} {part.budget_s:8} {part.processors_s:8}"
+        lines.append(f"{part.name:18} {seconds} {counts}  {', '.join(notes)}".rstrip())
     return lines
 
 

@@ -68,9 +68,9 @@ def test_what_one_part_leaves_out_another_runs() -> None:
 
 
 SUMMARY = """
-part                seconds   budget   passed  skipped   failed
-core                     12       10        1        1        1  over its budget, 4 did not run
-jax                       5       10                             exit status 1
+part                seconds   budget    CPU s   passed  skipped   failed
+core                     12       10       21        1        1        1  over its budget, 4 did not run
+jax                       5       10        9                             exit status 1
 torch              did not run
 
 Skipped:
@@ -79,7 +79,7 @@ Skipped:
 
 
 def test_a_check_says_what_ran_what_did_not_and_what_takes_long(tmp_path: Path) -> None:
-    (tmp_path / "parts.tsv").write_text("core\t12\t10\t0\njax\t5\t10\t1\n")
+    (tmp_path / "parts.tsv").write_text("core\t12\t10\t0\t21\njax\t5\t10\t1\t9\n")
     (tmp_path / "core.log").write_text("collected 19 items / 12 deselected / 7 selected\n")
     cases = '<testcase file="tests/a.py" name="x" time="1.5"/><testcase file="tests/b.py" name="y" time="2.5"><error/>'
     skipped = '</testcase><testcase file="tests/a.py" name="z" time="0.5"><skipped message="needs ip"/></testcase>'
