@@ -77,9 +77,15 @@ key() {
   { cat constraints.txt pyproject.toml lab/pyproject.toml .ci/common.sh && python3 -c 'import sys; print(sys.version, sys.prefix)'; } | sha256sum
 }
 
-# An empty environment, unless the folder has one to keep: `environment FOLDER`.
+# An environment that was made by the same files has all that would be installed, except for what is under test.
+kept() {
+  [ -f "$1/key" ] && [ "$(cat "$1/key")" = "$(key)" ]
+}
+
+# An empty environment, unless the folder has one to keep: `environment FOLDER`. The pip that Python 3.11 brings takes
+# four times the processor time of a newer one to resolve the same.
 environment() {
-  { [ -f "$1/key" ] && [ "$(cat "$1/key")" = "$(key)" ]; } || python3 -m venv --clear "$1"
+  kept "$1" || { python3 -m venv --clear "$1" && "$1/bin/python" -m pip install --quiet --upgrade pip; }
 }
 
 # What would be published is what gets tested: the wheels of both distributions, made from their source distributions.
@@ -94,15 +100,19 @@ install_torch() {
   environment "$venv-torch" && env -u PIP_CONSTRAINT "$torch" -m pip install --quiet 'torch==2.13.0'
 }
 
-# A wheel in place of an older one of the same version, and what it needs: `install PYTHON WHEEL EXTRAS`.
+# A wheel in place of an older one of the same version, and what it needs: `install ENVIRONMENT WHEEL EXTRAS`.
 install() {
-  "$1" -m pip install --quiet --no-deps --force-reinstall "$2" && "$1" -m pip install --quiet "$2[$3]"
+  "$1/bin/python" -m pip install --quiet --no-deps --force-reinstall "$2" && needed "$@"
+}
+
+needed() {
+  kept "$1" || "$1/bin/python" -m pip install --quiet "$2[$3]"
 }
 
 with_jax() {
   "$venv/bin/python" -m pip uninstall --quiet --yes meshmend-lab 2> /dev/null
-  install "$venv/bin/python" "$wheel" dev,restart && product_alone && "$venv/bin/python" -m pip install --quiet "$wheel[tpu]" &&
-    install "$venv/bin/python" "$lab" dev,workloads && key > "$venv/key"
+  install "$venv" "$wheel" dev,restart && product_alone && needed "$venv" "$wheel" tpu &&
+    install "$venv" "$lab" dev,workloads && key > "$venv/key"
 }
 
 # Without the laboratory, the product has all of its own commands and none of the others.
@@ -112,7 +122,7 @@ product_alone() {
 }
 
 with_torch() {
-  install "$torch" "$wheel" dev,torch,restart && install "$torch" "$lab" dev && key > "$venv-torch/key"
+  install "$venv-torch" "$wheel" dev,torch,restart && install "$venv-torch" "$lab" dev && key > "$venv-torch/key"
 }
 
 environments() {

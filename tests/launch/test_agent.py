@@ -27,6 +27,7 @@ class Scripted:
 
     A number is an exit code, "lost" a host that is lost while the worker runs, a number and "lost" a worker that fails
     because of it, "frozen" a worker that a signal has stopped, "over" and "failed" how the others end the job. A
+    "cable" is one of this host's that has died. A
     `WorkerFailure` is one that the worker reports, and then waits; one that is alone ends the round, and one of every
     host ("every host") the job.
     """
@@ -50,6 +51,8 @@ class Scripted:
     def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
         if self.now == "asked to leave":
             raise LeaveError
+        if self.now == "cable":
+            return None
         if self.now in ("frozen", "frozen for a moment"):
             self.n_looks += 1
             is_over = self.now == "frozen for a moment" and self.n_looks > 2 * SILENT_S / agent.MONITOR_S
@@ -121,6 +124,7 @@ def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2, is_t
         progress=lambda: next(reached),
         report=lambda event, **facts: reports.append((event, facts.get("left"))),
         is_training=lambda: is_training,
+        dead_cables=lambda: "0,0-0,1" if script.now == "cable" else "",
     )
     try:
         return supervisor.run(), reports
@@ -135,6 +139,15 @@ def test_a_change_of_hosts_is_no_failure() -> None:
     assert over["ok"]
     assert script.told == ["join"] * 5 + ["finish"]
     assert [event for event, _ in reports] == ["started"] * 5
+
+
+def test_a_cable_that_dies_begins_a_round_and_is_no_failure() -> None:
+    script = Scripted("cable", "cable", 0)
+    over, reports = supervise(script, steps=[], max_restarts=0)
+    assert over["ok"]
+    why = "join its cable 0,0-0,1 does not answer any more, and plans avoid it from now on"
+    assert script.told == ["join", why, why, "finish"]
+    assert [event for event, _ in reports] == ["started"] * 3
 
 
 def test_a_worker_that_has_finished_while_it_was_stopped_is_done() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import socket
+import time
+import warnings
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
@@ -18,11 +24,15 @@ import meshmend.torch as mmt  # noqa: E402
 import test_lldp as wiring  # noqa: E402
 from meshmend.launch.chips import Chips  # noqa: E402
 from meshmend.machines import read_machine  # noqa: E402
+from meshmend.torch.plans import Plans  # noqa: E402
 from test_lldp import NAMES, address, folder, hosts  # noqa: E402
 from torch_engine.processes import remembered  # noqa: E402
 
 __all__ = ["folder", "hosts"]
 CLONE_NEWNET = 0x40000000
+PULLED = ("node-c", "node-a")
+"""The ends of the cable that is pulled."""
+WIDTH, STEPS_AFTER = 200, 20
 
 
 def losses(wrap: Any, share: slice) -> list[float]:
@@ -38,14 +48,15 @@ def losses(wrap: Any, share: slice) -> list[float]:
     return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
 
 
+def enter(namespace: str) -> None:
+    with open(f"/run/netns/{namespace}") as handle:  # noqa: PTH123
+        assert ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET) == 0
+
+
 def train(namespaces: dict[str, str], file: Path, port: int) -> list[Any]:
     """Train on every host; return the mesh and the weights of each."""
     machine = read_machine(file)
     remembered(machine.mesh, payload_bytes=512)
-
-    def enter(place: tuple[int, ...]) -> None:
-        with open(f"/run/netns/{namespaces[machine.chips[place].name]}") as handle:  # noqa: PTH123
-            assert ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET) == 0
 
     def body(place: tuple[int, ...], rank: int) -> Any:
         torch.set_num_threads(1)
@@ -60,10 +71,117 @@ def train(namespaces: dict[str, str], file: Path, port: int) -> list[Any]:
         dist.barrier()
         return str(dist.group.WORLD.mesh), found
 
-    with Chips(enter) as chips:
+    with Chips(lambda place: enter(namespaces[machine.chips[place].name])) as chips:
         for place, chip in machine.chips.items():
             chips.start(place, body, NAMES.index(chip.name))
         return list(chips.results(200).values())
+
+
+def pull(hosts: dict[str, str]) -> None:
+    a, b = PULLED
+    wiring.sh("ip", "-n", hosts[a], "link", "set", wiring.wires()[a, b], "down")
+
+
+def lay_anew(folder: Path, hosts: dict[str, str]) -> Path:
+    """Describe the machine without the cable, and set the routes of that; return the file."""
+    left = {ends: port for ends, port in wiring.wires().items() if set(ends) != set(PULLED)}
+    for host in PULLED:
+        (folder / f"{host}.json").write_text(wiring.neighbours(host, left), encoding="utf-8")
+    today = wiring.described(folder, "today", intended="wired")
+    assert wiring.reached(hosts, today) == 30
+    return today
+
+
+def sent() -> Counter[str]:
+    """Return how many bytes each interface has sent, by the kernel's account."""
+    rows = (line.split() for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:])
+    return Counter({row[0].removesuffix(":"): int(row[9]) for row in rows})
+
+
+def pieces(rank: int | None) -> tuple[Any, Any, Any]:
+    """Return a model, its optimizer and its loss, of a host's own samples or of all."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    inputs = torch.randn(60, WIDTH)
+    targets = inputs.flip(1)
+    own = slice(None) if rank is None else slice(10 * rank, 10 * rank + 10)
+    module = torch.nn.Linear(WIDTH, WIDTH)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.5)
+    return module, sgd, lambda model: torch.nn.functional.mse_loss(model(inputs[own]), targets[own])
+
+
+def weights(module: Any) -> list[float]:
+    return [float(value) for parameter in module.parameters() for value in parameter.detach().flatten()]
+
+
+def train_on(_: tuple[int, ...], way: str, rank: int, name: str, file: Path, folder: Path) -> Any:
+    """Train until the plan has changed, and for some steps more; return what happened."""
+    warnings.simplefilter("ignore")  # both ends warn of the cable, and torchft of other things
+    torch.set_num_threads(1)
+    os.environ |= {"MESHMEND_MACHINE": str(file), "MESHMEND_CHIP": name, "GLOO_SOCKET_IFNAME": "mesh0"}
+    module, optimizer, loss = pieces(rank)
+    model: Any
+    timeout = timedelta(seconds=60)
+    if way == "ddp":
+        store = dist.TCPStore(address(NAMES[0]), 29500, is_master=rank == 0, wait_for_workers=False)
+        options = mmt.MeshOptions(plan=remembered, hardware="gloo-loopback")
+        dist.init_process_group(
+            "cpu:meshmend", store=store, rank=rank, world_size=6, timeout=timeout, pg_options=options
+        )
+        group: Any = dist.group.WORLD
+        model = DistributedDataParallel(module)
+    else:
+        import torchft
+        from torchft.coordination import LighthouseServer
+
+        if rank == 0:
+            server = LighthouseServer(
+                bind="0.0.0.0:29510",
+                min_replicas=6,
+                join_timeout_ms=60000,
+                quorum_tick_ms=20,
+                heartbeat_timeout_ms=30000,
+            )
+            (folder / "lighthouse").touch()
+        while not (folder / "lighthouse").exists():
+            time.sleep(0.05)
+        socket.gethostname = lambda: address(name)  # where torchft serves its state
+        group = mmt.MeshProcessGroup(plan=remembered, hardware="gloo-loopback", timeout=timeout)
+        manager = mmt.Manager(
+            group,
+            lambda saved: module.load_state_dict(saved),
+            module.state_dict,
+            lighthouse_addr=f"http://{address(NAMES[0])}:29510",
+        )
+        model, optimizer = mmt.DistributedDataParallel(manager, module), torchft.Optimizer(manager, optimizer)
+    n_done, changed = 0, 0
+    meshes: list[str] = []
+    losses: list[float] = []
+    before: Counter[str] = Counter()
+    while not changed or n_done < changed + STEPS_AFTER:
+        optimizer.zero_grad()
+        own = loss(model)
+        own.backward()
+        optimizer.step()
+        assert way == "ddp" or manager.current_step() == n_done + 1, f"a step was lost: {manager.errored()}"
+        n_done += 1
+        losses.append(own.item())
+        if not meshes or str(group.mesh) != meshes[-1]:
+            meshes.append(str(group.mesh))
+        if "cable" in meshes[-1] and not changed:
+            changed = n_done
+        if n_done == changed + 2:
+            before = sent()
+        (folder / f"at-{rank}").write_text(str(n_done))
+    after = sent()
+    after.subtract(before)
+    if way == "ddp":
+        dist.barrier()
+    else:
+        manager.shutdown()
+        if rank == 0:
+            server.shutdown()
+    return n_done, meshes, losses, weights(module), dict(after)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -76,15 +194,76 @@ def test_ddp_learns_on_wired_hosts_what_one_process_learns(folder: Path, hosts: 
         assert mesh == "2x3"
         assert weights == pytest.approx(alone, rel=0, abs=1e-5)
     # A cable is pulled: both ends lose sight of it, and of nothing else.
-    a, b = "node-c", "node-a"
-    cables = wiring.wires()
-    wiring.sh("ip", "-n", hosts[a], "link", "set", cables[a, b], "down")
-    left = {ends: port for ends, port in cables.items() if set(ends) != {a, b}}
-    for host in (a, b):
-        (folder / f"{host}.json").write_text(wiring.neighbours(host, left), encoding="utf-8")
-    today = wiring.described(folder, "today", intended="wired")
-    assert wiring.reached(hosts, today) == 30
+    pull(hosts)
+    today = lay_anew(folder, hosts)
     for mesh, weights in train(hosts, today, 29501):
         assert mesh == str(read_machine(today).mesh)
         assert "1 cable" in mesh
         assert weights == pytest.approx(alone, rel=0, abs=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.skipif(bool(wiring.WHY_NO_HOSTS), reason=wiring.WHY_NO_HOSTS)
+@pytest.mark.parametrize("way", ["ddp", "torchft"])
+def test_a_cable_is_pulled_while_a_job_trains(way: str, tmp_path: Path, folder: Path, hosts: dict[str, str]) -> None:
+    """It goes on in place: no step is lost, and each cable then carries what a plan without the pulled one says."""
+    if way == "torchft" and importlib.util.find_spec("torchft") is None:
+        pytest.skip("torchft is not installed: pip install 'meshmend[torch]'")
+    file = wiring.described(folder)
+    assert wiring.reached(hosts, file) == 30
+    machine = read_machine(file)
+    gradient_bytes = 8 * (WIDTH * WIDTH + WIDTH)
+    place_of = {chip.name: place for place, chip in machine.chips.items()}
+    left = machine.mesh.with_failures(failed_cables=[(place_of[PULLED[0]], place_of[PULLED[1]])])
+    plans = Plans(remembered, hardware="gloo-loopback")  # made here, so that no host needs time for them
+    for mesh in (machine.mesh, left):
+        for size in (512, gradient_bytes):
+            plans.get(mesh, size)
+    with Chips(lambda place: enter(hosts[machine.chips[place].name])) as chips:
+        for place, chip in machine.chips.items():
+            chips.start(place, train_on, way, NAMES.index(chip.name), chip.name, file, tmp_path)
+        at = tmp_path / "at-0"
+        deadline = time.monotonic() + 120
+        while not at.exists() or int(at.read_text() or 0) < 5:
+            assert not chips.poll()
+            assert time.monotonic() < deadline, "nobody trains"
+            time.sleep(0.05)
+        pull(hosts)
+        time.sleep(1)
+        lay_anew(folder, hosts)
+        found = chips.results(240)
+    module, sgd, loss = pieces(None)
+    torch.set_default_dtype(torch.float64)
+    (n_steps,) = {steps for steps, *_ in found.values()}
+    alone = []
+    for _ in range(n_steps):
+        sgd.zero_grad()
+        own = loss(module)
+        own.backward()
+        sgd.step()
+        alone.append(own.item())
+    torch.set_default_dtype(torch.float32)
+    assert n_steps > 5 + STEPS_AFTER
+    together = [sum(losses) / 6 for losses in zip(*(losses for _, _, losses, *_ in found.values()), strict=True)]
+    assert together == pytest.approx(alone, rel=1e-9)
+    schedule = plans.get(left, gradient_bytes)
+    carried: Counter[tuple[int, int]] = Counter()
+    expanded = schedule.expanded()
+    for src, dst, n in zip(expanded.src.tolist(), expanded.dst.tolist(), expanded.n_chunks.tolist(), strict=True):
+        carried[src, dst] += n
+    before = plans.get(machine.mesh, gradient_bytes).expanded()
+    ends = sorted(machine.mesh.rank(place_of[host]) for host in PULLED)
+    over = np.sort(np.stack([before.src, before.dst]), axis=0) == np.array(ends)[:, None]
+    detour_bytes = before.n_chunks[over.all(axis=0)].sum() / before.total_chunks * gradient_bytes
+    assert detour_bytes > 100_000, "what the old plan would send over a detour would be seen"
+    for place, (_, meshes, _, learned, bytes_sent) in found.items():
+        assert meshes == ["2x3", str(left)]
+        assert learned == pytest.approx(weights(module), rel=0, abs=1e-12)
+        for other, port in machine.chips[place].ports.items():
+            pair = left.rank(place), left.rank(place_of[other])
+            expected = carried[pair] / schedule.total_chunks * gradient_bytes * (STEPS_AFTER - 2)
+            # Headers, acknowledgements, agreements and torchft's own messages come on top.
+            besides = (4000 if way == "ddp" else 20_000) * (STEPS_AFTER - 2)
+            assert expected <= bytes_sent[port] <= 1.1 * expected + besides
+            if {machine.chips[place].name, other} == set(PULLED):
+                assert bytes_sent[port] == 0

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from meshmend_lab import simgrid
+from namespaces import WHY_NOT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -41,6 +42,10 @@ class Script:
     def skipped_because(self) -> str | None:
         """Return what is missing here, None if nothing is."""
         for name in self.needs:
+            if name == "lab":
+                if WHY_NOT is not None:
+                    return WHY_NOT
+                continue
             module, _, version = name.partition(">=")
             if not (simgrid.is_available() if module == "simgrid" else find_spec(module)):
                 return f"{module} is not installed"
@@ -84,6 +89,7 @@ SCRIPTS: dict[str, Script] = {
     "jax_billion": Script(
         f"{SMALL_MODEL} --vocabulary 512 --machines v6e:8x8 --updates fsdp", r"fsdp", TPU_COMPILER, is_slow=True
     ),
+    "jax_cable": Script("--steps 90", r"^losses differ .* by at most \d\.\de-0[5-9]", (*JAX, "lab"), is_slow=True),
     "jax_checks": Script('--shape 2x2 --hole "" --width 16 --depth 1 --tokens 8 --rounds 1', r"^digests +\d", JAX),
     "jax_fsdp": Script(f"{SMALL_MODEL} --ways sharded --topology v6e:4x4", r"sharded", TPU_COMPILER, is_slow=True),
     "jax_fused_update": Script(
@@ -131,6 +137,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "torch_agreement": Script("--shape 1x2 --payload 4000", r"4,000 bytes: \d", TORCH),
     "torch_backend": Script("--loopback 1x2 --payload 100kB --repeat 1", r"DDP step +\d", TORCH, is_slow=True),
+    "torch_cable": Script("torchft", r"^planned around it from step \d+", (*TORCH, "torchft", "lab"), is_slow=True),
     "torch_failures": Script("2x4 --kills 1", r"\d", (*TORCH, "torchft"), is_slow=True),
     "torch_staging": Script("--shape 1x2 --payload 4000 --repeat 2", r"^ +4,000  ", TORCH, is_slow=True),
     "torch_steps": Script("--shape 1x2 --steps 5 --repeat 1", r"^seconds, start to end +\d", TORCH, is_slow=True),

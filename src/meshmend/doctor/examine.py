@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshmend.doctor.network import look_at_network
 from meshmend.doctor.packages import Finding, Section, is_installed, look_at_packages
 from meshmend.extras import install_hint
 
@@ -61,7 +62,8 @@ def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | N
     for trial in TRIALS:
         report(trial.name)
         found.append(_try(trial, sight, timeout_s))
-    return found + devices
+    report("the network")
+    return found + devices + list(look_at_network())
 
 
 def _try(trial: Trial, sight: Mapping[str, Any], timeout_s: float) -> Finding:

@@ -14,7 +14,7 @@ from typing import Literal
 from meshmend.extras import TESTED, install_hint, version_of
 
 Status = Literal["works", "absent", "broken"]
-Section = Literal["packages", "engines", "devices"]
+Section = Literal["packages", "engines", "devices", "network"]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class HostAgent:
 
     `admit` is called before each round, and raises if this host is to have no part in it. `environment` returns what a
     worker gets besides that of the agent, `progress` the last step that is done, and `report` is told what happens.
-    `is_training` says whether the worker has something to save when this host is asked to leave (`LeaveError`).
+    `is_training` says whether the worker has something to save when this host is asked to leave (`LeaveError`), and
+    `dead_cables` names cables of this host that have died since it was asked the last time.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class HostAgent:
         progress: Callable[[], int],
         report: Callable[..., None],
         is_training: Callable[[], bool] = lambda: True,
+        dead_cables: Callable[[], str] = str,
     ) -> None:
         self.argv = list(argv)
         self._script = _digest(self.argv[0])
@@ -77,6 +79,7 @@ class HostAgent:
         self._progress = progress
         self._report = report
         self._is_training = is_training
+        self._dead_cables = dead_cables
 
     def run(self) -> Message:
         """Run until the job is over, and return how it ended. Raises `LaunchError` if it has failed, here or elsewhere.
@@ -118,7 +121,8 @@ class HostAgent:
     def _look(self, patience_s: float) -> Seen:
         stopped = self.member.wait_stopped(patience_s)
         over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
-        return Seen(stopped, over, code, failure, is_frozen=code is None and self.workers.is_frozen())
+        is_frozen = code is None and self.workers.is_frozen()
+        return Seen(stopped, over, code, failure, is_frozen, self._dead_cables())
 
     def _stop(self, _: None) -> int | None:
         self.workers.stop()
@@ -142,6 +146,7 @@ class Seen:
     code: int | None
     failure: WorkerFailure | None
     is_frozen: bool = False
+    dead_cables: str = ""
 
 
 Decisions = Generator[Act, Any, T]
@@ -169,7 +174,7 @@ def supervise(
     while True:
         assigned = yield Act("join", why)
         yield Act("start", assigned)
-        code, failure = yield from _watch(before, reached, progress, report)
+        code, failure, dead = yield from _watch(before, reached, progress, report)
         if code == 0:
             over = yield Act("finish", FINISH_S)
             return over
@@ -185,6 +190,9 @@ def supervise(
         why = ""
         if code == STOPPED:
             why = "its worker has saved the state with the others, because a host was asked to leave"
+            continue
+        if dead:
+            why = f"its cable {dead} does not answer any more, and plans avoid it from now on"
             continue
         if failure is not None and failure.kind == "lasting":
             why = f"its script raised {failure.error}"
@@ -211,8 +219,8 @@ def _give_up(why: str) -> Decisions[NoReturn]:
 
 def _watch(
     before: WorkerFailure | None, reached: int, progress: Callable[[], int], report: Callable[..., None]
-) -> Decisions[tuple[int | None, WorkerFailure | None]]:
-    """Return the worker's exit code and the error that it has given up with, None for what there is not.
+) -> Decisions[tuple[int | None, WorkerFailure | None, str]]:
+    """Return the worker's exit code and the error that it has given up with, None for what there is not; dead cables.
 
     The code is None if the round has ended before the worker, and 0 also when the job is over. An error that is the
     same as `before`, with no step after `reached`, is final.
@@ -234,16 +242,18 @@ def _watch(
         if seen.over is not None and not seen.over["ok"]:
             raise LaunchError(f"{OVER}{seen.over['why']}.")
         if code == 0 or seen.over is not None:
-            return 0, None
+            return 0, None, ""
         if failure is not None and failure.kind == "final":
-            return code, failure
+            return code, failure, ""
         if seen.stopped is not None:
-            return None, failure if seen.stopped["lost"] is None else None
+            return None, failure if seen.stopped["lost"] is None else None, ""
+        if seen.dead_cables:
+            return None, None, seen.dead_cables
         # Where its peers are gone, the store says so within moments, and this failure is none of its own.
         if is_repeated or code is not None:
             news: Seen = yield Act("look", NEWS_S)
             if news.stopped is None:
-                return code, replace(failure, kind="final") if failure is not None and is_repeated else failure
+                return code, replace(failure, kind="final") if failure is not None and is_repeated else failure, ""
 
 
 def _digest(script: str) -> bytes:

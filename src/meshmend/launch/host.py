@@ -12,14 +12,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from meshmend.errors import LaunchError, MeshmendError
+from meshmend.errors import LaunchError, MeshmendError, QuarantineError
 from meshmend.files import with_timeout
 from meshmend.launch.agent import STOPPED, HostAgent, LeaveError
 from meshmend.launch.agent_log import AgentLog
+from meshmend.launch.cables import CableWatch
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
 from meshmend.launch.environment import LEAST_HOSTS, START_OVER, STATE_WAIT_S
 from meshmend.launch.hosts import Hosts
@@ -29,8 +31,10 @@ from meshmend.launch.processes import die_with_parent
 from meshmend.launch.signing import hand_over_key
 from meshmend.launch.timeline import Timeline
 from meshmend.launch.worker import Workers
-from meshmend.quarantine import Quarantined, QuarantineList
-from meshmend.quarantine.entries import chips_of
+from meshmend.machines import read_machine
+from meshmend.quarantine import THE_JOB, Quarantined, QuarantineList, Suspect
+from meshmend.quarantine.entries import cables_of, chips_of
+from meshmend.topology import Cable, name_cable
 
 DONE, FAILED = 0, 1
 LIST_S = 10.0
@@ -157,6 +161,7 @@ def _run(what: HostDescription, secret: str, member: Member, workers: Workers, l
         progress=log.look,
         report=report,
         is_training=log.is_training,
+        dead_cables=_watch_cables(what),
     )
     try:
         over = agent.run()
@@ -166,6 +171,38 @@ def _run(what: HostDescription, secret: str, member: Member, workers: Workers, l
         over = member.over  # cut off from the others, it waited until they had finished
     report("over", **over)
     return DONE if over["ok"] else FAILED
+
+
+def _watch_cables(what: HostDescription) -> Callable[[], str]:
+    """Watch this host's cables, where a host is a chip of a machine whose file has addresses.
+
+    Return what puts those that have died on the job's quarantine list, and names the ones that nobody has put there.
+    """
+    shared, file = what.environment.get("MESHMEND_SHARED"), what.environment.get("MESHMEND_MACHINE")
+    if not (shared and file and what.machine):
+        return str
+    hosts, machine = Hosts.read(what.machine), read_machine(file)
+    mesh, chips = machine.mesh, hosts.chips(what.host)
+    if len(chips) > 1 or not mesh.live[chips[0]] or chips[0] not in machine.chips:
+        return str
+    near = (mesh.chip(int(rank)) for rank in mesh.neighbours[mesh.rank(chips[0])] if rank >= 0)
+    addresses = {chip: machine.chips[chip].address or "" for chip in near if chip in machine.chips}
+    watch, noted = CableWatch(chips[0]), set[Cable]()
+    watch.begin(machine.chips[chips[0]].address or "", addresses, with_detour=True)
+
+    def dead_cables() -> str:
+        noted.intersection_update(watch.dead)
+        named = []
+        for cable in sorted(watch.dead - noted):
+            entries = QuarantineList(shared)
+            with contextlib.suppress(OSError, QuarantineError):  # then the next look tries again
+                if cable not in cables_of(with_timeout(LIST_S, entries.active)):
+                    entries.add(Suspect(cable), why="it does not answer any more", by=THE_JOB, hosts=hosts)
+                    named.append(name_cable(cable))
+                noted.add(cable)
+        return ", ".join(named)
+
+    return dead_cables
 
 
 class _QuarantinedError(LaunchError):

@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from meshmend.cost import Hardware
 from meshmend.errors import CollectiveError, Coordinate, ParameterError, PayloadError, name_chip
+from meshmend.launch.cables import CableWatch, address_of
 from meshmend.topology import Mesh, cut_into_tiles
 from meshmend.torch.lost import Reports
-from meshmend.torch.membership import MemberInfo, introduce, survivors
+from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import check_tensor, device_of, kind_of
@@ -59,27 +60,45 @@ class MeshBackend(GlooBased):
         self.chip: Coordinate
         self.whole, self.chip = options.position(rank, size) if parent is None else (parent.whole, parent.chip)
         self._plans: Plans = options.plans() if parent is None else parent._plans
-        own = MemberInfo.of(self.chip, self.whole, self._plans)
+        interface = options.socket_interface()
+        own = MemberInfo.of(self.chip, self.whole, self._plans, address=address_of(interface))
         store = fresh_store(store, rank, size, timeout)
         members = introduce(store, rank, size, own, timeout)
         self.chips = [member.chip for member in members]
-        interface = options.socket_interface()
         gloo = gloo_group(store, rank, size, connect_timeout=timeout, timeout=timeout, interface=interface)
         super().__init__(gloo, store)
         self.live: Mesh = survivors(self.whole, members) if parent is None else parent.live
-        self.mesh = mesh_of(self.chips, self.live)
+        mesh = mesh_of(self.chips, self.live)
+        self._watch: CableWatch = CableWatch(self.chip) if parent is None else parent._watch
+        if parent is None:
+            self._watch.begin(own.address, neighbours(self.live, own, members))
         self._reports: Reports = Reports(store, self.chip, self.chips[0]) if parent is None else parent._reports
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
+        self._mesh, self._is_default = mesh, parent is None
         self.mesh_group: MeshGroup | None = None
         """The group that runs plans; None where the members form no mesh."""
-        if self.mesh is not None and size > 1:
-            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout, self._reports)
+        if mesh is not None and size > 1:
+            self.mesh_group = MeshGroup(
+                mesh,
+                self.chips,
+                gloo,
+                self._plans,
+                timeout,
+                self._reports,
+                self._watch,
+                lambda cables: mesh_of(self.chips, self.live.with_failures(failed_cables=cables)),
+            )
         elif size > 1 and rank == 0:
             _warn_once(
                 f"The {size} members of this process group form no mesh (chips "
                 f"{', '.join(map(name_chip, self.chips[:8]))}{' …' * (size > 8)}): its collectives are Gloo's. Groups "
                 "that are rectangles of the mesh, or corresponding chips of its tiles, run plans."
             )
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the members form, without the cables that have died since; None where they form none."""
+        return self._mesh if self.mesh_group is None else self.mesh_group.mesh
 
     @property
     def hardware(self) -> Hardware:
@@ -281,13 +300,19 @@ class MeshBackend(GlooBased):
 
     def abort(self) -> None:
         """Close all connections: whatever waits, here and on other members, ends with an error."""
+        self._end_watch()
         if self.mesh_group is not None:
             self.mesh_group.close(abort=True)
 
     def shutdown(self) -> None:
         """Take no more calls of collectives that run plans. The connections end with the group."""
+        self._end_watch()
         if self.mesh_group is not None:
             self.mesh_group.close(abort=False)
+
+    def _end_watch(self) -> None:
+        if self._is_default:
+            self._watch.end()
 
 
 def _of_gloo(name: str) -> Callable[..., dist.Work]:

@@ -6,7 +6,7 @@ Channels are numbered in the order in which a process makes them, which must be 
 
 A tag says nothing about a message's content. So every call begins with `agree`: each member sends a digest of what it
 is about to do, ⌈log₂ n⌉ small messages in all, and learns those of all others. If they differ, every member raises the
-same `DisagreementError`, and nothing else has been sent.
+same `DisagreementError`, and nothing else has been sent. A digest comes with a flag, for news of a member's cables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, ParameterError
+from meshmend.topology import Cable, name_cable
 from meshmend.torch.lost import Reports
 from meshmend.torch.private import Transport, Work, cpu_backend
 from meshmend.torch.staging import PinnedBuffer
@@ -42,8 +43,11 @@ CLOSE_TAG = 2**31 - 1
 """The last tag of the last range: no message has it."""
 
 DIGEST_BYTES = 32
+QUIET, FLAGGED = b"\0", b"\1"
+"""What follows a member's digest: it has no news, or news."""
 DESCRIPTION_BYTES = 512
 CLOSE_TIMEOUT = timedelta(milliseconds=1)
+DEAD_CABLE = "cable {0} does not answer any more, so renew the routes around it, or start again without it"
 
 Post = Callable[[list[torch.Tensor], int, int], Work]
 """A group's `send` or `recv`."""
@@ -59,6 +63,10 @@ class TransportError(Exception):
         self.member = member
         self.others: list[int] = []
         super().__init__(str(why))
+
+
+class NewsError(Exception):
+    """A member has news that all are to hear before this call begins. Raised on all members alike; nothing was sent."""
 
 
 class Deadline:
@@ -98,7 +106,11 @@ class Channel:
         self._n_served = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self.pinned = PinnedBuffer()
-        self._digests = _Exchange(self.rank, self.size, DIGEST_BYTES)
+        self.has_news: Callable[[], bool] = lambda: False
+        """Whether this member has news for the others."""
+        self.dead_cables: Callable[[], Collection[Cable]] = tuple
+        """This chip's cables that do not answer any more."""
+        self._digests = _Exchange(self.rank, self.size, DIGEST_BYTES + len(QUIET))
 
     def ticket(self) -> int:
         """Return a call's place in the queue: calls run in the order in which they were made, on every member alike."""
@@ -132,7 +144,8 @@ class Channel:
         own = self._chips.get(self.rank, (self.rank,))
         is_ours = self.error is not None  # whoever closes a group on purpose has lost no chip
         found = None if self._reports is None or is_ours else self._reports.find(waited)
-        lost = LostChipError(own, waited[0], mesh_name, str(error), lost=found)
+        dead = "".join(f"; {DEAD_CABLE.format(name_cable(cable))}" for cable in sorted(self.dead_cables()))
+        lost = LostChipError(own, waited[0], mesh_name, f"{error}{dead}", lost=found)
         self.fail(lost)
         return lost
 
@@ -164,11 +177,21 @@ class Channel:
             held = self._buffers[member] = torch.empty(n_bytes, dtype=torch.uint8)
         return held[:n_bytes]
 
-    def agree(self, description: str, deadline: Deadline) -> None:
-        """Return once every member has called this with the same words; raise `DisagreementError` if they differ."""
+    def agree(self, description: str, deadline: Deadline, *, hears_news: bool = False) -> None:
+        """Return once every member has called this with the same words; raise `DisagreementError` if they differ.
+
+        With `hears_news`, raise `NewsError` if they are the same and a member has news.
+        """
         words = description.encode()
         own = hashlib.blake2b(words, digest_size=DIGEST_BYTES).digest()
-        if self._digests.share(self, own, 0, deadline) == own * self.size:
+        flag = FLAGGED if self.has_news() else QUIET
+        shared = self._digests.share(self, own + flag, 0, deadline)
+        if shared == (own + QUIET) * self.size:
+            return
+        size = DIGEST_BYTES + len(flag)
+        if all(shared[at : at + DIGEST_BYTES] == own for at in range(0, len(shared), size)):
+            if hears_news:
+                raise NewsError
             return
         # Every member has seen that they differ: now they exchange how.
         padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
     engine.need_all_reduce()
     # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would
     # add up tensors of equal shapes and different names.
-    reduce_tensors(tensors, engine, kind, names=[path for path, _ in leaves])
+    reduce_tensors(tensors, engine.run, kind, names=[path for path, _ in leaves])
 
 
 def _tensors_with_paths(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[list[str | int], torch.Tensor]]:
@@ -54,9 +54,17 @@ def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:
 
 
 def reduce_tensors(
-    tensors: Sequence[torch.Tensor], engine: Engine, op: Any, names: Any = None, *, timeout: timedelta | None = None
+    tensors: Sequence[torch.Tensor],
+    run: Callable[..., None],
+    op: Any,
+    names: Any = None,
+    *,
+    timeout: timedelta | None = None,
 ) -> None:
-    """Reduce tensors in place, those of each dtype as one payload. Members agree on `names` too, if they are given."""
+    """Reduce tensors in place, those of each dtype as one payload, with an engine's `run`.
+
+    Members agree on `names` too, if they are given.
+    """
     kind = kind_of(op)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -64,11 +72,11 @@ def reduce_tensors(
     for alike in by_dtype.values():
         words = describe(alike, kind, names)
         if len(alike) == 1 and alike[0].is_contiguous():
-            engine.run(alike[0], kind, words, timeout=timeout)
+            run(alike[0], kind, words, timeout=timeout)
             continue
         # In inference mode the engine's threads could not write to what is made here.
         with torch.inference_mode(False):
             packed = torch.cat([tensor.reshape(-1) for tensor in alike])
-        engine.run(packed, kind, words, timeout=timeout)
+        run(packed, kind, words, timeout=timeout)
         for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
             overwrite(tensor, part)

@@ -22,7 +22,7 @@ from meshmend import __version__
 from meshmend.errors import DisagreementError, MeshmendError, ParameterError, ScheduleError
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
-from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
+from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, NewsError, TransportError
 from meshmend.torch.lost import Reports
 from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.private import Transport
@@ -154,7 +154,7 @@ class Engine:
             if staged is not None:
                 staged.wait()
             deadline = Deadline(timeout or self.timeout)
-            self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
+            self._agree(f"call {ticket}, {words}, {self._plan}", deadline, hears_news=True)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
             try:
                 ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, staged).go()
@@ -198,11 +198,11 @@ class Engine:
             (self._program.bound(first, n_elements), self._program.bound(last, n_elements)) for first, last in edges
         ]
 
-    def _agree(self, words: str, deadline: Deadline) -> None:
+    def _agree(self, words: str, deadline: Deadline, *, hears_news: bool = False) -> None:
         """Agree on what comes next; close the connections where that fails, unless all members have seen why."""
         try:
-            self._channel.agree(words, deadline)
-        except DisagreementError:
+            self._channel.agree(words, deadline, hears_news=hears_news)
+        except (DisagreementError, NewsError):
             raise
         except TransportError as error:
             self._channel.close()

@@ -22,9 +22,9 @@ from meshmend.torch.rendezvous import exchange
 class MemberInfo:
     """What a member says of itself.
 
-    >>> said = MemberInfo((2, 3), "meshmend 1.0, 4x4", frozenset({((0, 0), (0, 1))}), 1700)
+    >>> said = MemberInfo((2, 3), "meshmend 1.0, 4x4", frozenset({((0, 0), (0, 1))}), 1700, "10.0.0.7")
     >>> str(said)
-    '1700|2,3|meshmend 1.0, 4x4|0,0-0,1'
+    '1700|2,3|meshmend 1.0, 4x4|0,0-0,1|10.0.0.7'
     >>> MemberInfo.read(str(said)) == said
     True
     """
@@ -35,27 +35,32 @@ class MemberInfo:
     cables: frozenset[Cable]
     """Cables in quarantine that it knows of."""
     at_ms: int
+    address: str = ""
+    """At which its neighbours find its host; nothing where its network interface is not named."""
 
     def __str__(self) -> str:
         chip, cables = ",".join(map(str, self.chip)), ";".join(sorted(map(name_cable, self.cables)))
-        return f"{self.at_ms}|{chip}|{self.config_id}|{cables}"
+        return f"{self.at_ms}|{chip}|{self.config_id}|{cables}|{self.address}"
 
     @classmethod
     def read(cls, text: str) -> MemberInfo:
         """Read what a member has written; the terms of another version are at least other terms."""
         at_ms, chip, rest = text.split("|", 2)
-        config_id, is_named, named = rest.rpartition("|")
-        if not is_named:
+        config_id, *more = rest.rsplit("|", 2)
+        if len(more) < 2:
             return cls(parse_chip(chip), rest, frozenset(), int(at_ms))
+        named, address = more
         cables = [tuple(map(parse_chip, name.split("-"))) for name in named.split(";") if name]
-        return cls(parse_chip(chip), config_id, frozenset((a, b) for a, b in cables), int(at_ms))
+        return cls(parse_chip(chip), config_id, frozenset((a, b) for a, b in cables), int(at_ms), address)
 
     @classmethod
-    def of(cls, chip: Coordinate, whole: Mesh, plans: Plans, cables: frozenset[Cable] = frozenset()) -> MemberInfo:
+    def of(
+        cls, chip: Coordinate, whole: Mesh, plans: Plans, cables: frozenset[Cable] = frozenset(), address: str = ""
+    ) -> MemberInfo:
         """Return what the member on a chip says now."""
         wrap = "".join(str(int(w)) for w in whole.wrap)
         config_id = f"meshmend {__version__}, {describe_machine(whole)}, wrap {wrap}, {plans}"
-        return cls(chip, config_id, cables, time.time_ns() // 10**6)
+        return cls(chip, config_id, cables, time.time_ns() // 10**6, address)
 
 
 def introduce(store: dist.Store, rank: int, world_size: int, own: MemberInfo, patience: timedelta) -> list[MemberInfo]:
@@ -86,6 +91,13 @@ def survivors(whole: Mesh, members: Sequence[MemberInfo]) -> Mesh:
     here = {member.chip for member in members}
     left = whole.fail(*(chip for chip in map(whole.chip, range(whole.n_chips)) if chip not in here))
     return left.with_failures(failed_cables=frozenset[Cable]().union(*(member.cables for member in members)))
+
+
+def neighbours(mesh: Mesh, own: MemberInfo, members: Sequence[MemberInfo]) -> dict[Coordinate, str]:
+    """Return the neighbours of a member in the mesh that all form, each with its address."""
+    near = mesh.neighbours[mesh.rank(own.chip)]
+    chips = {mesh.chip(int(rank)) for rank in near if rank >= 0}
+    return {member.chip: member.address for member in members if member.chip in chips}
 
 
 def describe_machine(whole: Mesh) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import Coordinate, MeshmendError
+from meshmend.errors import Coordinate, MeshmendError, PlanError
+from meshmend.launch.cables import CableWatch, tell, told
 from meshmend.schedule import Collective, Schedule
-from meshmend.topology import Mesh
-from meshmend.torch.channel import Channel, Deadline, TransportError
+from meshmend.topology import Cable, Mesh
+from meshmend.torch.channel import Channel, Deadline, NewsError, TransportError
 from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.lost import Reports
@@ -34,7 +36,8 @@ Tensors = Sequence[torch.Tensor]
 class MeshGroup:
     """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller.
 
-    `chips[m]` is the chip of member m, in the coordinates of the whole machine; `reports` finds a lost one.
+    `chips[m]` is the chip of member m, in the coordinates of the whole machine; `reports` finds a lost one. `watch` has
+    news of this chip's cables, and `without` returns the members' mesh without some cables, None where they form none.
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class MeshGroup:
         plans: Plans,
         timeout: timedelta,
         reports: Reports | None = None,
+        watch: CableWatch | None = None,
+        without: Callable[[frozenset[Cable]], Mesh | None] = lambda _: None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh = self._formed = mesh
         self.members = tuple(sorted(range(len(chips)), key=chips.__getitem__))
         self.timeout = timeout
         # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
@@ -56,6 +61,12 @@ class MeshGroup:
         self._plans = plans
         self._engines: dict[tuple[object, ...], Engine] = {}
         self._worker = Worker(self._channel)
+        self._without = without
+        self._told: frozenset[Cable] = frozenset()
+        """The dead cables that this member has told the others."""
+        if watch is not None:
+            self._channel.dead_cables = lambda: watch.dead
+            self._channel.has_news = lambda: watch.dead != self._told
 
     def start(
         self, job: Callable[[], list[torch.Tensor]], device: torch.device | None = None
@@ -80,16 +91,18 @@ class MeshGroup:
 
     def all_reduce(self, tensors: Tensors, op: Any, timeout: timedelta | None = None) -> None:
         """Reduce tensors in place, as one payload per dtype."""
-        reduce_tensors(tensors, self.prepare(bytes_of(tensors)), op, timeout=timeout)
+        size = Plans.size(bytes_of(tensors))
+        run = partial(self._run, (Collective.ALL_REDUCE, size), lambda: self._plans.get(self.mesh, size))
+        reduce_tensors(tensors, run, op, timeout=timeout)
 
     def broadcast(self, tensors: Tensors, root: int, timeout: timedelta | None) -> None:
         """Give everybody the root's tensors."""
         size, rank = Plans.size(bytes_of(tensors)), self.members.index(root)
-        engine = self._engine(("broadcast", rank, size), lambda: self._plans.broadcast(self.mesh, rank, size))
+        run = partial(self._run, ("broadcast", rank, size), lambda: self._plans.broadcast(self.mesh, rank, size))
         for tensor in tensors:
             words = f"broadcast from {root}, {describe([tensor], None)}"
             held = tensor if tensor.is_contiguous() else tensor.contiguous()
-            engine.run(held, None, words, timeout=timeout)
+            run(held, None, words, timeout=timeout)
             if held is not tensor:
                 overwrite(tensor, held.reshape(-1))
 
@@ -97,16 +110,16 @@ class MeshGroup:
         """Fill each output with everybody's shard, in order of member. All are of one dtype."""
         n, words = len(self.members), f"shards of {describe(shards, None)}"
         size = Plans.size(n * bytes_of(shards))
-        engine = self._sharded(Collective.ALL_GATHER, size)
+        run = self._sharded(Collective.ALL_GATHER, size)
         if len(outputs) == 1 and outputs[0].is_contiguous():
             own = outputs[0].detach().view(n, -1)[self._member]
             if own.data_ptr() != shards[0].data_ptr() or not shards[0].is_contiguous():
                 overwrite(own, shards[0].detach().reshape(-1))
-            engine.run(outputs[0], None, words, timeout=timeout)
+            run(outputs[0], None, words, timeout=timeout)
             return
         packed = shards[0].new_empty((n, sum(shard.numel() for shard in shards)))
         torch.cat([shard.detach().reshape(-1) for shard in shards], out=packed[self._member])
-        engine.run(packed, None, words, timeout=timeout)
+        run(packed, None, words, timeout=timeout)
         parts = packed.split([shard.numel() for shard in shards], dim=1)
         for output, part in zip(outputs, parts, strict=True):
             overwrite(output, part.reshape(-1))
@@ -125,7 +138,7 @@ class MeshGroup:
         """
         n = len(self.members)
         words = f"reduce-scatter, {NAMES[op]} of shards of {describe(outputs, None)}"
-        engine = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * bytes_of(outputs)))
+        run = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * bytes_of(outputs)))
         packed = outputs[0].new_empty((n, sum(output.numel() for output in outputs)))
         parts = packed.split([output.numel() for output in outputs], dim=1)
         for part, payload in zip(parts, payloads, strict=True):
@@ -134,7 +147,7 @@ class MeshGroup:
             else:
                 for row, shard in zip(part, payload, strict=True):
                     row.copy_(shard.detach().reshape(-1))
-        engine.run(packed, op, words, timeout=timeout)
+        run(packed, op, words, timeout=timeout)
         for output, part in zip(outputs, parts, strict=True):
             overwrite(output, part[self._member])
 
@@ -161,19 +174,64 @@ class MeshGroup:
         found: list[T] = []
 
         def job() -> list[torch.Tensor]:
-            try:
-                with self._channel.in_order(self._channel.ticket()):
-                    found.append(what(self._channel, Deadline(self.timeout)))
-            except TransportError as error:
-                self._channel.close()
-                raise self._channel.lose(error, str(self.mesh)) from error
+            found.append(self._now(what))
             return []
 
         self.start(job).wait()
         return found[0]
 
-    def _sharded(self, collective: Collective, size: int) -> Engine:
-        return self._engine((collective, size), lambda: self._plans.shards(self.mesh, collective, self.members, size))
+    def _now(self, what: Callable[[Channel, Deadline], T]) -> T:
+        """Run a call of all members in this thread, and return its result."""
+        try:
+            with self._channel.in_order(self._channel.ticket()):
+                return what(self._channel, Deadline(self.timeout))
+        except TransportError as error:
+            self._channel.close()
+            raise self._channel.lose(error, str(self.mesh)) from error
+
+    def _sharded(self, collective: Collective, size: int) -> Callable[..., None]:
+        plan = lambda: self._plans.shards(self.mesh, collective, self.members, size)  # noqa: E731  # as of this mesh
+        return partial(self._run, (collective, size), plan)
+
+    def _run(
+        self,
+        key: tuple[object, ...],
+        plan: Callable[[], Any],
+        payload: torch.Tensor,
+        kind: Any,
+        words: str,
+        **named: Any,
+    ) -> None:
+        """Run the plan for the mesh as it is now; where a member has news of its cables, all hear them first."""
+        while True:
+            try:
+                engine = self._engine(key, plan)
+            except PlanError:
+                if self.mesh is self._formed:
+                    raise
+                self._change(self._formed)  # a detour is slower than a plan around a cable, and faster than none
+                continue
+            try:
+                return engine.run(payload, kind, words, **named)
+            except NewsError:
+                self._hear()
+
+    def _hear(self) -> None:
+        """Tell all members which of this chip's cables are dead, and leave out what any of them has told.
+
+        All do this at the same place among their calls, and from the same words: so they plan for the same mesh.
+        """
+        self._told = frozenset(self._channel.dead_cables())
+        words = tell(self._told)
+        cables = told(self._now(lambda channel, deadline: channel.gather("dead cables", words, deadline)))
+        mesh = self._without(cables) if cables else None
+        # Where too little is left, messages that were to take a dead cable make a detour.
+        self._change(mesh if mesh is not None and mesh.is_connected else self._formed)
+
+    def _change(self, mesh: Mesh) -> None:
+        if mesh != self.mesh:
+            self.mesh = mesh
+            self._engines.clear()
 
     def _engine(self, key: tuple[object, ...], plan: Callable[[], Any]) -> Engine:
         """Return the engine for a collective and a size of payload; made at most once, in the background thread."""

@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, MeshmendError, name_chip
+from meshmend.launch.cables import CableWatch, address_of
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
 from meshmend.torch.collective import check_tensors
-from meshmend.torch.membership import MemberInfo, introduce, survivors
+from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
 from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import device_of, kind_of
@@ -87,6 +88,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._plans = self._options.plans()
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
+        self._watch = CableWatch(self.chip)
         self._mesh: Mesh | None = None
         self._group: MeshGroup | None = None
         """The group of this quorum; None before the first one and after `abort`."""
@@ -114,10 +116,11 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh with the hole that the members leave."""
+        """The mesh with the hole that the members leave, without the cables that have died since."""
         if self._mesh is None:
             raise MeshError(f"Chip {name_chip(self.chip)} has no mesh until torchft has formed its group.")
-        return self._mesh
+        group = self._group
+        return self._mesh if group is None else group.mesh
 
     def schedule(self, payload_bytes: int) -> Schedule:
         """Return the plan that a payload of this size runs."""
@@ -159,15 +162,25 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find the hole that the members leave, connect them and plan."""
-        own = MemberInfo.of(self.chip, self.whole, self._plans, self._bad_cables)
+        interface = self._options.socket_interface()
+        own = MemberInfo.of(self.chip, self.whole, self._plans, self._bad_cables, address_of(interface))
         members = introduce(store, rank, world_size, own, self._patience.now)
         self.timings.formed_ms = members[0].at_ms
         # Cables in quarantine: what any of the members knows counts.
         self._mesh = mesh = survivors(self.whole, members)
         # Gloo's timeout is for each connection. Everybody was there a moment ago.
-        patience, interface = min(2 * self._patience.now, self._timeout), self._options.socket_interface()
+        patience = min(2 * self._patience.now, self._timeout)
         gloo = gloo_group(store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface)
-        group = MeshGroup(mesh, [member.chip for member in members], gloo, self._plans, self._timeout)
+        group = MeshGroup(
+            mesh,
+            [member.chip for member in members],
+            gloo,
+            self._plans,
+            self._timeout,
+            watch=self._watch,
+            without=lambda cables: mesh.with_failures(failed_cables=cables),
+        )
+        self._watch.begin(own.address, neighbours(mesh, own, members))
         with self._guard:
             self._group, self._error = group, None
             sizes = sorted(self._sizes)
@@ -219,6 +232,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def abort(self, errored: bool = True) -> None:
         """Close all connections: whatever waits, here and on other chips, ends with an error."""
         left = f"Chip {name_chip(self.chip)} left the group."
+        self._watch.end()
         with self._guard:
             group, self._group = self._group, None
             if errored and self._error is None:

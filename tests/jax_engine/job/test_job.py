@@ -246,6 +246,10 @@ def test_auto_shards_what_is_large_and_may_be_sharded() -> None:
     assert is_sharded(optax.sgd(0.1, momentum=0.9), 2 * large)
     assert not is_sharded(optax.lamb(0.1), large)  # norms of whole layers
     assert not is_sharded(mmj.lamb(0.1), large)  # they would be known only after the last update
+    assert is_sharded(optax.adamw(0.1, mask={"w": True}), large)  # by name
+    assert is_sharded(optax.masked(optax.adam(0.1), {"w": True}), large)
+    assert not is_sharded(optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)), large)
+    assert not is_sharded(optax.masked(optax.adam(0.1), {"w": False}), large)  # no state
     assert not is_sharded(optax.adam(0.1), large, model_state={"mean": np.zeros(3)})
     assert is_sharded(optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(0.1)), large)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshmend.cost import Hardware
 from meshmend.errors import Coordinate
-from meshmend.topology import Mesh, Region, name_shape
+from meshmend.topology import Cable, Mesh, Region, name_shape
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import delay as delays
 from meshmend_lab.mesh import description, journal
@@ -167,6 +167,29 @@ class Lab:
             left.describe()
             replace(record, mesh=left.mesh, stage="up").write()
         return left
+
+    def cut(self, *cables: Cable | str) -> Lab:
+        """Take the signal from cables, at both of their ends. Return the remaining lab, whose `renew` sets its routes.
+
+        Until then packets of the pairs whose routes led over these cables are lost.
+        """
+        left = replace(self, mesh=self.mesh.with_failures(failed_cables=cables))
+        if not left.mesh.is_connected:
+            raise LabError(f"Without {len(cables)} cables the chips of {self.mesh} are not connected.")
+        with self._locked() as commands:
+            record = Journal.read(self.name)
+            if record is None:
+                raise LabError(f"Lab {self.name!r} is down.")
+            for rank, direction in np.argwhere((self.mesh.neighbours >= 0) & (left.mesh.neighbours < 0)).tolist():
+                namespace = self.namespace(self.mesh.chip(rank))
+                commands.ip(f"link set {self._interfaces[direction]} down", namespace=namespace)
+            replace(record, mesh=left.mesh).write()
+        return left
+
+    def renew(self) -> None:
+        """Set the routes for the mesh as it is now, as a routing daemon would."""
+        with self._locked() as commands:
+            self._route(commands)
 
     def namespace(self, chip: Coordinate) -> str:
         """Return the name of a chip's namespace."""

@@ -169,10 +169,10 @@ class Job:
         - `has_aux`: `loss` returns (values, aux), or with a model state (values, (new state, aux)); `step.aux` has the
           means of its arrays.
         - `update`: "replicated" updates all weights on every chip. "sharded" divides the optimizer's memory and work
-          by the number of chips, for element-wise optimizers. "auto" is sharded if the optimizer allows it and its
-          state is large (`SHARDED_FROM_BYTES`). "fsdp" also divides the parameters and gradients: `params` is then a
-          function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss is `loss(params, batch,
-          pair)` and gathers what it needs with `scan_layers` and `gather_params`.
+          by the number of chips, for element-wise optimizers, whose masks may go by name. "auto" is sharded if the
+          optimizer allows it and its state is large (`SHARDED_FROM_BYTES`). "fsdp" also divides the parameters and
+          gradients: `params` is then a function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss
+          is `loss(params, batch, pair)` and gathers what it needs with `scan_layers` and `gather_params`.
 
         An example's loss must not depend on others in its batch, which chips share differently after each failure. A
         new job calls the loss a few times to check that, and refuses what batch normalisation does;

@@ -22,9 +22,9 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.job.model_state import ModelState
 from meshmend.jax.state import fetch, put
+from meshmend.jax.train.by_name import for_shards
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded, joined
 from meshmend.jax.train.fsdp.step import sharded_train_step
-from meshmend.jax.train.optimizer_check import check_elementwise
 from meshmend.jax.train.part_sums import LossSums, Sums
 from meshmend.jax.train.plan import any_pair
 from meshmend.jax.train.step import TrainStep, train_step
@@ -188,12 +188,17 @@ class Model:
         n_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
         if n_bytes < SHARDED_FROM_BYTES:
             return False
-        sizes: dict[Any, int] = {}
-        for leaf in jax.tree.leaves(whole):
-            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
-        shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
+        leaves = jax.tree.leaves(whole)
+        members: dict[Any, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if math.prod(leaf.shape):
+                members.setdefault(leaf.dtype, []).append(i)
+        shards = tuple(
+            jax.ShapeDtypeStruct((1, sum(math.prod(leaves[i].shape) for i in own)), dtype)
+            for dtype, own in members.items()
+        )
         try:
-            check_elementwise(self.optimizer, shards, whole, own=self.params, with_update=True)
+            for_shards(self.optimizer, shards, list(members.values()), whole, own=self.params, with_update=True)
         except ParameterError:
             return False
         return True

@@ -23,16 +23,16 @@ import optax
 from jax.typing import ArrayLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.engine.collectives import Group, Shards, Tree
+from meshmend.jax.engine.collectives import Tree
 from meshmend.jax.train.optimizer_check import NoLayers, check_by_name, check_elementwise, updates_of
 from meshmend.jax.train.optimizer_formulas import Formulas
 from meshmend.jax.train.optimizers import Mask, ShardedLayers
 
 
 def for_shards(
-    optimizer: optax.GradientTransformationExtraArgs,
-    shards: Shards,
-    groups: Sequence[Group],
+    optimizer: optax.GradientTransformation,
+    shards: Tree,
+    members: Sequence[Sequence[int]],
     whole: Tree,
     *,
     own: Tree,
@@ -40,12 +40,12 @@ def for_shards(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer as it updates shards: as it is, or by the names of layers; refuse what is neither.
 
-    The trees are as in `check_elementwise`, and `groups` says which layers are in each of the shards.
+    The trees are as in `check_elementwise`, and `members` are the numbers of the layers in each of the shards.
     """
     try:
         check_elementwise(optimizer, shards, whole, own=own, with_update=with_update)
     except ParameterError as error:
-        named = ByName(optimizer, whole, groups)
+        named = ByName(optimizer, whole, shards, members)
         try:
             check_by_name(optimizer, named.layers_of(shards), whole, own=own, with_update=with_update)
             jax.eval_shape(named.init, shards)
@@ -53,7 +53,7 @@ def for_shards(
             # That of shards says more than one about a tree that nobody has made.
             raise error from None
         return optax.GradientTransformationExtraArgs(named.init, named.update)
-    return optimizer
+    return optax.with_extra_args_support(optimizer)
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,26 @@ class _Found:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
+        return jnp.shape(self.value)
 
 
 class ByName:
-    """An optimizer of a tree like `params`, for shards of its layers in these groups.
+    """An optimizer of a tree like `params`, for a tree of shards, each of which has these of its layers.
 
-    Its state has a tuple of shards wherever that of the tree has a tree like it, as if it had been given the shards.
+    Its state has a tree of shards wherever that of `params` has a tree like it, as if it had been given the shards.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformationExtraArgs, params: Tree, groups: Sequence[Group]) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, optimizer: optax.GradientTransformation, params: Tree, shards: Tree, members: Sequence[Sequence[int]]
+    ) -> None:
+        self.optimizer = optax.with_extra_args_support(optimizer)
         self.leaves: list[Any]
         self.structure: Any
         self.leaves, self.structure = jax.tree.flatten(params)
-        self.groups = groups
+        self.outer: Any = jax.tree.structure(shards)
+        self.members = members
 
-    def layers_of(self, shards: Shards, like: Tree = None) -> Tree:
+    def layers_of(self, shards: Tree, like: Tree = None) -> Tree:
         """Return a tree like the parameters of the shards that its layers are in; those that `like` lacks are left out.
 
         Layers without elements are in none, and stay as they are.
@@ -90,47 +93,52 @@ class ByName:
         found: list[Any] = [
             None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves
         ]
-        for shard, group in zip(shards, self.groups, strict=True):
-            for i in group.members:
+        for shard, members in zip(jax.tree.leaves(shards, is_leaf=_is_left_out), self.members, strict=True):
+            for i in members:
                 found[i] = shard
-        if like is not None:
-            given = jax.tree.leaves(like, is_leaf=_is_left_out)
-            found = [one if _is_left_out(one) else own for one, own in zip(given, found, strict=True)]
-        return jax.tree.unflatten(self.structure, found)
+        layers = jax.tree.unflatten(self.structure, found)
+        if like is None:
+            return layers
+        return jax.tree.map(lambda one, own: one if _is_left_out(one) else own, like, layers, is_leaf=_is_left_out)
 
-    def init(self, shards: Shards) -> Tree:
+    def init(self, shards: Tree) -> Tree:
         """Return the state for shards."""
         state = self._tagged(lambda *args: self.optimizer.init(self.layers_of(*args)), None, shards)
         return self._joined(state, shards, None)
 
     def update(
-        self, gradients: Shards, state: Tree, params: Shards, *, layers: ShardedLayers, **more: Any
-    ) -> tuple[Shards, Tree]:
+        self, gradients: Tree, state: Tree, params: Tree, *, layers: ShardedLayers, **more: Any
+    ) -> tuple[Tree, Tree]:
         """Return updates of shards and their state."""
         template = jax.eval_shape(self.optimizer.init, self.layers_of(params))
 
-        def call(gradients: Shards, state: Tree, params: Shards, layers: Any, **more: Any) -> tuple[Tree, Tree]:
+        def call(gradients: Tree, state: Tree, params: Tree, layers: Any, **more: Any) -> tuple[Tree, Tree]:
             split = self._split(state, template, params)
             return updates_of(
                 self.optimizer, self.layers_of(gradients), split, self.layers_of(params), **more, layers=layers
             )
 
-        def traced(gradients: Shards, state: Tree, params: Shards) -> tuple[Tree, Tree]:
+        def traced(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             none = NoLayers(self.layers_of(params), with_update=False)
             return call(gradients, state, params, none, value=jnp.ones(()))
 
-        own = {"value": more["value"], "layers": _LayersByName(self, layers)}
+        numbers = [one for part in layers.parts for one in part.numbers]
+        own = {"value": more["value"], "layers": _LayersByName(self, layers, params, numbers)}
         found = self._tagged(traced, call(gradients, state, params, **own), gradients, state, params)
-        numbers = layers.parts[0].numbers
         return self.join(found[0], numbers), self._joined(found[1], params, numbers)
 
-    def join(self, tree: Tree, numbers: Sequence[jax.Array] | None) -> Shards:
-        """Return shards in which each element is that of its own layer; of layers that were left out, 0."""
-        leaves = jax.tree.leaves(tree, is_leaf=_is_left_out)
-        return tuple(
-            _merged([leaves[i] for i in group.members], None if numbers is None else numbers[which])
-            for which, group in enumerate(self.groups)
-        )
+    def join(self, tree: Tree, numbers: Sequence[jax.Array] | None) -> Tree:
+        """Return shards in which each element is that of its own layer; of layers that were left out, 0.
+
+        A shard all of whose layers were left out is left out.
+        """
+        by_layer = jax.tree.broadcast(tree, jax.tree.unflatten(self.structure, self.leaves), is_leaf=_is_left_out)
+        leaves = jax.tree.leaves(by_layer, is_leaf=_is_left_out)
+        found = [
+            _merged([leaves[i] for i in members], None if numbers is None else numbers[which])
+            for which, members in enumerate(self.members)
+        ]
+        return self.outer.unflatten(found)
 
     def _tagged(self, function: Any, values: Any, *args: Any) -> Any:
         """Return what a function returned, or returns, each array with the number of its formula."""
@@ -139,11 +147,11 @@ class ByName:
         formulas = Formulas().of_outputs(function, *args)
         return jax.tree.unflatten(structure, list(map(_Found, leaves, formulas)))
 
-    def _joined(self, state: Tree, shards: Shards, numbers: Sequence[jax.Array] | None) -> Tree:
+    def _joined(self, state: Tree, shards: Tree, numbers: Sequence[jax.Array] | None) -> Tree:
         nodes, outer = _flatten(state, self._likeness(shards))
         return outer.unflatten([node.value if isinstance(node, _Found) else self.join(node, numbers) for node in nodes])
 
-    def _split(self, state: Tree, template: Tree, shards: Shards) -> Tree:
+    def _split(self, state: Tree, template: Tree, shards: Tree) -> Tree:
         """Return the state of a tree, of which this is that of shards."""
         is_like = self._likeness(shards)
         nodes, outer = _flatten(template, is_like)
@@ -152,15 +160,23 @@ class ByName:
             [self.layers_of(mine, node) if is_like(node) else mine for node, mine in zip(nodes, own, strict=True)]
         )
 
-    def _likeness(self, shards: Shards) -> Callable[[Any], bool]:
-        """Return whether a part of a state is a tree like the parameters, as a function."""
-        shapes = [leaf.shape for leaf in jax.tree.leaves(self.layers_of(shards))]
+    def _likeness(self, shards: Tree) -> Callable[[Any], bool]:
+        """Return whether a part of a state is a tree like the parameters, as a function.
+
+        Layers may be left out of it, alone or all those of a branch, as by a mask that is a prefix of the tree.
+        """
+        layers = self.layers_of(shards)
 
         def is_like(node: Any) -> bool:
-            leaves, structure = jax.tree.flatten(node, is_leaf=_is_left_out)
-            if structure != self.structure or all(map(_is_left_out, leaves)):
+            def fits(one: Any, layer: Any) -> bool:
+                return _is_left_out(one) or one.shape == getattr(layer, "shape", None)
+
+            if all(map(_is_left_out, jax.tree.leaves(node, is_leaf=_is_left_out))):
                 return False
-            return all(_is_left_out(leaf) or leaf.shape == shape for leaf, shape in zip(leaves, shapes, strict=True))
+            try:
+                return all(jax.tree.leaves(jax.tree.map(fits, node, layers, is_leaf=_is_left_out)))
+            except ValueError:  # another structure
+                return False
 
         return is_like
 
@@ -168,9 +184,11 @@ class ByName:
 class _LayersByName:
     """What a layer-wise transformation may ask, as `Layers`, of trees in which each layer is a shard."""
 
-    def __init__(self, named: ByName, layers: ShardedLayers) -> None:
+    def __init__(self, named: ByName, layers: ShardedLayers, params: Tree, numbers: Sequence[jax.Array]) -> None:
         self.named = named
         self.layers = layers
+        self.params = params
+        self.numbers = numbers
 
     def norms(self, *trees: Tree) -> list[Tree]:
         found = self.layers.norms(*map(self._shards, trees))
@@ -182,9 +200,10 @@ class _LayersByName:
     def chosen(self, mask: Mask) -> Tree:
         return self.named.layers_of(self.layers.chosen(mask))
 
-    def _shards(self, tree: Tree) -> Shards:
-        found = jax.tree.map(lambda leaf: _Found(leaf, id(leaf)), tree)
-        return self.named.join(found, self.layers.parts[0].numbers)
+    def _shards(self, tree: Tree) -> Tree:
+        """Return the shards of a tree, with zeros for what is left out: they add nothing to a norm."""
+        found = self.named.join(jax.tree.map(lambda leaf: _Found(leaf, id(leaf)), tree), self.numbers)
+        return jax.tree.map(lambda own, one: jnp.zeros_like(own) if _is_left_out(one) else one, self.params, found)
 
 
 def _merged(found: Sequence[Any], numbers: jax.Array | None) -> Any:

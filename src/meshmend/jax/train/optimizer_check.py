@@ -236,9 +236,10 @@ def _ignores_dtypes(
 def _by_layer() -> ParameterError:
     return ParameterError(
         "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
-        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Where parameters are whole, "
-        "make a mask or labels before, as in mask=jax.tree.map(lambda x: x.ndim > 1, params). Use the masks of "
-        f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
+        "shape or dtype). But a shard is a flat piece of all layers, in the dtype of sums. Make a mask or labels "
+        "before, as in mask=jax.tree.map(lambda x: x.ndim > 1, params): of whole parameters, or of "
+        "jax.eval_shape(make, key) where init_sharded makes them. Or use the masks of mmj.add_decayed_weights, "
+        f"mmj.lars and mmj.lamb; {INSTEAD}"
     )
 
 

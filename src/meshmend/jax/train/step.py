@@ -381,7 +381,7 @@ class _WholeParams(Training):
             self.checked[key] = for_shards(
                 self.optimizer,
                 self._shards(groups, program),
-                groups,
+                [group.members for group in groups],
                 wide,
                 own=shapes,
                 with_update=program.update == "fused",

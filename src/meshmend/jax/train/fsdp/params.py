@@ -193,7 +193,7 @@ class ShardedParams:
 
     def __repr__(self) -> str:
         layers = f"{self.n_layers} layers, " if self.n_layers is not None else ""
-        dtypes = ", ".join(sorted({str(shard.dtype) for shard in self.shards}))
+        dtypes = ", ".join(sorted({str(getattr(shard, "dtype", shard)) for shard in self.shards}))
         return f"ShardedParams({layers}{self.n_params:,} parameters in shards of {dtypes})"
 
 
@@ -383,10 +383,13 @@ def unshard_params(tree: Tree, fabric: Fabric, program: Program) -> Tree:
     """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
 
     On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that parameters cut
-    again, for these or for other chips, have the same elements.
+    again, for these or for other chips, have the same elements. In an optimizer's state those stay as they are that it
+    leaves out, as a mask says.
     """
 
     def whole(params: ShardedParams) -> Tree:
+        if params.shards and not jax.tree.leaves(params.shards):
+            return params
         join = joined(params, fabric, program)
 
         def function(shards: Shards, program: Program) -> Tree:

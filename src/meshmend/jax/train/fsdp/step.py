@@ -8,7 +8,7 @@ of all gradients are sums over chips: `mmj.lamb`, `mmj.lars` and `mmj.clip_by_gl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ import optax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.engine.collectives import Shards, Tree, travel_dtype
+from meshmend.jax.engine.collectives import Shards, Tree, groups_of, travel_dtype
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.train.arguments import check_program
+from meshmend.jax.train.by_name import for_shards
 from meshmend.jax.train.fsdp.params import ShardedParams, is_sharded, sharded_specs
-from meshmend.jax.train.optimizer_check import Before, check_elementwise, update_weights, with_steady_dtypes
+from meshmend.jax.train.optimizer_check import Before, update_weights, with_steady_dtypes
 from meshmend.jax.train.optimizers import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.train.part_sums import PartLoss
 from meshmend.jax.train.step import Mean, Training, TrainStep
@@ -55,7 +56,8 @@ def sharded_train_step(
 
     The optimizer must be element-wise, or get norms from here, as for any sharded update: use `mmj.lamb`, `mmj.lars`,
     `mmj.clip_by_global_norm` and `mmj.add_decayed_weights`, whose masks see one layer's arrays of a stack. Each layer
-    of a stack has norms of its own.
+    of a stack has norms of its own. Masks and labels of optax may go by the names of layers: they are trees of these,
+    with one layer's names for a stack.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -81,10 +83,42 @@ class _ShardedParams(Training):
 
     is_fsdp = True
 
+    checked: dict[Any, optax.GradientTransformationExtraArgs] = field(default_factory=dict, repr=False)
+    """The optimizer as it updates shards, for parameters that have been traced."""
+
     def specs(self, params: Tree, program: Program) -> tuple[Tree, Tree]:
         """Return how what is like the parameters is split, as they are; numbers not at all."""
         _check_params(params, program)
         check_program(program, self.fabric)
+        state = jax.eval_shape(self.optimizer_of(params, program).init, self._shards(params))
+        _check_state(state)
+        return sharded_specs(params, self.fabric), sharded_specs(state, self.fabric)
+
+    def optimizer_of(self, params: Tree, program: Program) -> optax.GradientTransformationExtraArgs:
+        leaves, structure = jax.tree.flatten(params)
+        key = structure, tuple((x.shape, x.dtype) for x in leaves), program.layout
+        if key not in self.checked:
+
+            def layers(one: ShardedParams) -> Tree:
+                sums = one.outline.accumulate_dtype
+                return jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like
+                )
+
+            members, n_before = list[list[int]](), 0
+            for one in jax.tree.leaves(params, is_leaf=is_sharded):
+                own = jax.tree.leaves(one.outline.own_like)
+                groups = groups_of(own, program.layout, one.outline.accumulate_dtype)
+                members += [[n_before + i for i in group.members] for group in groups]
+                n_before += len(own)
+            whole, as_given = (
+                jax.tree.map(f, params, is_leaf=is_sharded) for f in (layers, lambda one: one.outline.like)
+            )
+            self.checked[key] = for_shards(self.optimizer, self._shards(params), members, whole, own=as_given)
+        return self.checked[key]
+
+    def _shards(self, params: Tree) -> Tree:
+        """Return what a device has of parameters, as shapes and dtypes."""
         n_devices = int(self.fabric.jax_mesh.size)
 
         def own(one: ShardedParams) -> ShardedParams:
@@ -96,17 +130,7 @@ class _ShardedParams(Training):
 
             return ShardedParams(tuple(map(of_device, one.shards)), one.outline)
 
-        def layers(one: ShardedParams) -> Tree:
-            sums = one.outline.accumulate_dtype
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like)
-
-        shards, layer_shapes, as_given = (
-            jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers, lambda one: one.outline.like)
-        )
-        check_elementwise(self.optimizer, shards, layer_shapes, own=as_given)
-        state = jax.eval_shape(self.optimizer.init, shards)
-        _check_state(state)
-        return sharded_specs(params, self.fabric), sharded_specs(state, self.fabric)
+        return jax.tree.map(own, params, is_leaf=is_sharded)
 
     def loss_of(self, program: Program) -> PartLoss:
         program = replace(program, only_sums=self.per_example)
@@ -118,7 +142,8 @@ class _ShardedParams(Training):
 
     def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
-        return update_weights(self.optimizer, before, means, layers=_layers_of(before.params, program, self.fabric))
+        optimizer = self.optimizer_of(before.whole, program)
+        return update_weights(optimizer, before, means, layers=_layers_of(before.params, program, self.fabric))
 
 
 def _layers_of(params: Tree, program: Program, fabric: Fabric) -> ShardedLayers:
