@@ -9,7 +9,7 @@ rm -rf "$times" && mkdir -p "$times"
 # pip reads a falsy value of this one as "do not".
 export PIP_NO_COMPILE=0 PYTHONDONTWRITEBYTECODE="" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$PWD/constraints.txt
 
-# What XLA has compiled for tests is kept with the environment, and goes with it. What a month has not changed goes too.
+# Programs that XLA has compiled for tests are kept with the environment, and removed with it or after a month.
 MESHMEND_TESTS_COMPILED=$(realpath -m "$venv")/compiled
 export MESHMEND_TESTS_COMPILED
 if [ -d "$MESHMEND_TESTS_COMPILED" ]; then find "$MESHMEND_TESTS_COMPILED" -type f -mtime +30 -delete; fi
@@ -29,20 +29,20 @@ install_tools() {
   fi
 }
 
-# Runs a part, and notes its seconds, its budget, its exit status and its seconds of processors: `part NAME BUDGET
-# command…`. The last ones do not depend on what runs beside it.
+# Runs a part, and notes its seconds, its budget, its exit status and its CPU seconds: `part NAME BUDGET command…`. CPU
+# seconds hardly depend on what runs beside it.
 part() {
   local name=$1 budget=$2 status=0 began=$SECONDS shell=$BASHPID used
   shift 2
-  used=$(processor_seconds "$shell")
+  used=$(cpu_seconds "$shell")
   "$@" || status=$?
-  used=$(($(processor_seconds "$shell") - used))
+  used=$(($(cpu_seconds "$shell") - used))
   printf '%s\t%s\t%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$budget" "$status" "$used" >> "$times/parts.tsv"
   return "$status"
 }
 
-# What the children of a process have used that have ended, in seconds.
-processor_seconds() {
+# CPU seconds of a process's children that have ended.
+cpu_seconds() {
   awk -v hertz="$(getconf CLK_TCK)" '{ sub(/.*\) /, ""); print int(($14 + $15) / hertz) }' "/proc/$1/stat"
 }
 

@@ -3,7 +3,7 @@
     python .ci/times.py FOLDER            what `.ci/run` and `.ci/nightly` print at their end
     python .ci/times.py FOLDER --all      every file and test, not only those that take the most
 
-FOLDER has `parts.tsv`, a line per part with its name, seconds, budget, exit status and seconds of processors; pytest's
+FOLDER has `parts.tsv`, a line per part with its name, seconds, budget, exit status and CPU seconds; pytest's
 own report of a part as `PART.xml`, and what it printed as `PART.log`. Seconds of a file are added up over the processes
 that ran it, setup included. Exits with 1 if one of the parts after `--expected` has failed or is not there.
 """
@@ -29,8 +29,8 @@ class Part(NamedTuple):
     took_s: int
     budget_s: int
     status: int
-    processors_s: int
-    """What all processors have worked for it: half of it is the least that it takes on two."""
+    cpu_s: int
+    """On two cores it takes half of this at least."""
 
 
 class Tests(NamedTuple):
@@ -81,7 +81,7 @@ def table(parts: list[Part], tests: Mapping[str, Tests]) -> list[str]:
         never_ran = found.selected - sum(found.outcomes.values())
         notes = ["over its budget"] * (part.took_s > part.budget_s) + [f"{never_ran} did not run"] * (never_ran > 0)
         notes += [f"exit status {part.status}"] * (part.status != 0)
-        seconds = f"{part.took_s:8} {part.budget_s:8} {part.processors_s:8}"
+        seconds = f"{part.took_s:8} {part.budget_s:8} {part.cpu_s:8}"
         lines.append(f"{part.name:18} {seconds} {counts}  {', '.join(notes)}".rstrip())
     return lines
 

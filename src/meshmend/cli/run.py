@@ -18,10 +18,9 @@ import typer
 
 from meshmend.buckets import Folder, refuse_bucket, writable_path
 from meshmend.cli.common import TERMINATED
-from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption, option
 from meshmend.cli.screen import Screen
-from meshmend.cli.store import JobOption, SecretOption
+from meshmend.cli.store import JobOption, SecretOption, check_metrics, serving
 from meshmend.cost.units import parse_seconds
 from meshmend.errors import LaunchError
 from meshmend.extras import require

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from meshmend.buckets import refuse_bucket
-from meshmend.cli.metrics import check_metrics, serving
+from meshmend.buckets import Folder, refuse_bucket
 from meshmend.cli.options import MetricsOption, option
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.addresses import split_address
 from meshmend.launch.environment import check_address, file_name, find_job, find_secret
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import DEFAULT_PORT
+from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.processes import raise_file_limit
 from meshmend.launch.store import Store
 
@@ -67,3 +70,25 @@ def command(
         over = store.serve()
     if not over["ok"]:
         raise LaunchError(f"The job failed: {over['why']}.")
+
+
+def check_metrics(where: str | None, shared: Folder | None) -> str | None:
+    """Return where to serve metrics, if that is possible."""
+    if where is None:
+        return None
+    if shared is None:
+        raise LaunchError("--metrics reads the job's timelines: give --shared DIR as well.")
+    refuse_bucket(shared, "--metrics reads the timelines in the store's folder, so give it to `meshmend store`")
+    require("prometheus_client", needed_for="--metrics", extra="operate")
+    return check_address(where, "--metrics")
+
+
+@contextmanager
+def serving(where: str | None, shared: Folder | None) -> Iterator[None]:
+    """Serve the job's metrics meanwhile, if that was asked for."""
+    if where is None or shared is None:
+        yield
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    with serve_metrics(shared, *split_address(where)):
+        yield

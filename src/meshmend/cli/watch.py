@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.common import print_json
-from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import JsonOption, MetricsOption, option
+from meshmend.cli.store import check_metrics, serving
 from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate, LaunchError
 from meshmend.launch.goodput import Recovery, TimeAccount

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshmend.cost import find_hardware
-from meshmend.doctor.packages import Finding, Status
+from meshmend.doctor.packages import Finding
 from meshmend.errors import MeshmendError
-from meshmend.machines import Machine, read_machine
-from meshmend.machines.description import Chip
+from meshmend.machines import read_machine
 from meshmend.topology import parse_chip
 
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
@@ -24,59 +23,50 @@ FAR_BELOW = 0.5
 def look_at_network() -> Iterator[Finding]:
     """Yield a finding for the host's name, and more for a host with cables, as MESHMEND_MACHINE and _CHIP say it."""
     file, chip = os.environ.get("MESHMEND_MACHINE"), os.environ.get("MESHMEND_CHIP")
-    machine, host = None, None
+    host = None
     try:
         if file and chip:
             machine = read_machine(file)
             host = machine.chips.get(parse_chip(chip) if re.fullmatch(r"[\d,]+", chip) else machine.coordinate(chip))
     except MeshmendError as error:
-        advice = "correct MESHMEND_MACHINE and MESHMEND_CHIP, or unset them"
-        yield Finding("network", "machine", "broken", str(error), advice)
+        yield _broken("machine", str(error), "correct MESHMEND_MACHINE and MESHMEND_CHIP, or unset them")
     is_wired = host is not None and bool(host.ports)
-    yield _name(None if host is None else host.address, is_wired)
-    if machine is not None and host is not None and is_wired:
-        if len(host.ports) > 1:
-            yield _forwarding(machine, host)
-        yield from _links(machine, host)
-
-
-def _name(address: str | None, is_wired: bool) -> Finding:
     name = socket.gethostname()
     try:
         found = socket.gethostbyname(name)
     except OSError as error:
         found = f"nothing ({error})"
     if found[:1].isdigit() and not found.startswith("127."):
-        return Finding("network", "host name", "works", f"{name} resolves to {found}")
-    advice = f"with several hosts, write into /etc/hosts, before other lines of {name}: {address or '10.0.0.1'} {name}"
-    why = "JAX on CPUs tells other hosts to connect there"
-    status: Status = "broken" if is_wired else "absent"
-    return Finding("network", "host name", status, f"{name} resolves to {found}: {why}", advice)
-
-
-def _forwarding(machine: Machine, host: Chip) -> Finding:
-    if FORWARDING.read_text(encoding="ascii").strip() != "0":
-        return Finding("network", "forwarding", "works", "on")
-    advice = f"meshmend machine {machine.file} --routes {host.name} | sudo sh -e"
-    return Finding("network", "forwarding", "broken", "off: hosts behind this one cannot reach each other", advice)
-
-
-def _links(machine: Machine, host: Chip) -> Iterator[Finding]:
-    """Yield a finding per cable. The nominal rate is that of the machine's hardware, else of the fastest port."""
-    # In Mbit/s; a driver that does not know it says −1.
+        yield Finding("network", "host name", "works", f"{name} resolves to {found}")
+    else:
+        why = f"{name} resolves to {found}: JAX on CPUs tells other hosts to connect there"
+        own = "10.0.0.1" if host is None or host.address is None else host.address
+        advice = f"with several hosts, write into /etc/hosts, before other lines of {name}: {own} {name}"
+        yield Finding("network", "host name", "broken" if is_wired else "absent", why, advice)
+    if host is None or not is_wired:
+        return
+    if len(host.ports) > 1 and FORWARDING.read_text(encoding="ascii").strip() != "0":
+        yield Finding("network", "forwarding", "works", "on")
+    elif len(host.ports) > 1:
+        advice = f"meshmend machine {file} --routes {host.name} | sudo sh -e"
+        yield _broken("forwarding", "off: hosts behind this one cannot reach each other", advice)
+    # In Mbit/s, −1 where a driver does not know it. The nominal rate is the machine's, else the fastest port's.
     rates = {other: float(_read(port, "speed") or -1) for other, port in host.ports.items()}
     known = None if machine.hardware is None else find_hardware(machine.hardware)
     nominal = max(rates.values()) if known is None else known.link_bytes_per_s * 8e-6
     for other, port in host.ports.items():
-        rate, name = rates[other], f"{port} to {other}"
+        rate, what = rates[other], f"{port} to {other}"
         said = f"{rate:g} Mbit/s" if rate > 0 else "up, at an unknown rate"
         if _read(port, "carrier") != "1":
-            yield Finding("network", name, "broken", "no signal", "look at the cable and at the port at its other end")
+            yield _broken(what, "no signal", "look at the cable and at the port at its other end")
         elif 0 < rate < FAR_BELOW * nominal:
-            advice = "plug the cable in again, or replace it"
-            yield Finding("network", name, "broken", f"{said}, nominal {nominal:g}", advice)
+            yield _broken(what, f"{said}, nominal {nominal:g}", "plug the cable in again, or replace it")
         else:
-            yield Finding("network", name, "works", said)
+            yield Finding("network", what, "works", said)
+
+
+def _broken(name: str, detail: str, advice: str) -> Finding:
+    return Finding("network", name, "broken", detail, advice)
 
 
 def _read(port: str, what: str) -> str:

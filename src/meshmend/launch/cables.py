@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 
 from meshmend.errors import Coordinate
-from meshmend.topology import Cable, name_cable, parse_chip
+from meshmend.topology import Cable, name_cable
 
 PERIOD_S = 0.5
 """How often neighbours are asked."""
@@ -165,8 +165,6 @@ def tell(cables: Collection[Cable]) -> bytes:
     return ";".join(words).encode().ljust(TOLD_BYTES)
 
 
-def told(words: Iterable[bytes]) -> frozenset[Cable]:
-    """Return all cables that any member has told."""
-    named = {name for word in words for name in word.decode().strip().split(";") if name}
-    ends = [tuple(map(parse_chip, name.split("-"))) for name in named]
-    return frozenset((a, b) for a, b in ends)
+def told(words: Iterable[bytes]) -> frozenset[str]:
+    """Return the names of all cables that any member has told."""
+    return frozenset(name for word in words for name in word.decode().strip().split(";") if name)

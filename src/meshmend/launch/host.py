@@ -187,19 +187,21 @@ def _watch_cables(what: HostDescription) -> Callable[[], str]:
         return str
     near = (mesh.chip(int(rank)) for rank in mesh.neighbours[mesh.rank(chips[0])] if rank >= 0)
     addresses = {chip: machine.chips[chip].address or "" for chip in near if chip in machine.chips}
-    watch, noted = CableWatch(chips[0]), set[Cable]()
+    watch, entries, noted, own = CableWatch(chips[0]), QuarantineList(shared), set[Cable](), list[str]()
     watch.begin(machine.chips[chips[0]].address or "", addresses, with_detour=True)
+
+    def list_cable(cable: Cable) -> None:
+        if cable not in cables_of(entries.active()):
+            entries.add(Suspect(cable), why="it does not answer any more", by=THE_JOB, hosts=hosts)
+            own.append(name_cable(cable))
 
     def dead_cables() -> str:
         noted.intersection_update(watch.dead)
-        named = []
         for cable in sorted(watch.dead - noted):
-            entries = QuarantineList(shared)
             with contextlib.suppress(OSError, QuarantineError):  # then the next look tries again
-                if cable not in cables_of(with_timeout(LIST_S, entries.active)):
-                    entries.add(Suspect(cable), why="it does not answer any more", by=THE_JOB, hosts=hosts)
-                    named.append(name_cable(cable))
+                with_timeout(LIST_S, list_cable, cable)
                 noted.add(cable)
+        named = [own.pop(0) for _ in range(len(own))]  # also what a slow disk has listed after its time
         return ", ".join(named)
 
     return dead_cables

@@ -49,7 +49,7 @@ class MeshGroup:
         timeout: timedelta,
         reports: Reports | None = None,
         watch: CableWatch | None = None,
-        without: Callable[[frozenset[Cable]], Mesh | None] = lambda _: None,
+        without: Callable[[frozenset[str]], Mesh | None] = lambda _: None,
     ) -> None:
         self.mesh = self._formed = mesh
         self.members = tuple(sorted(range(len(chips)), key=chips.__getitem__))

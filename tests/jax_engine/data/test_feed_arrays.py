@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.data.arrays import Rows
+from meshmend.jax.data.feed import Rows
 
 DTYPES = ["f4", ">f4", "f8", "i8", ">i2", "u1", "?", "c8", ml_dtypes.bfloat16]
 POLICIES = [mmj.KeepGlobal(1), mmj.KeepGlobal(7), mmj.KeepGlobal(40), mmj.KeepPerChip(1), mmj.KeepPerChip(3, "sqrt")]

@@ -120,6 +120,7 @@ def test_gradients_that_lie_are_found_and_the_chip_is_left_out(tmp_path: Path, w
     assert_same_bits(found, without_it)
     told = [event["event"] for event in events if event["event"] in ("quarantined", "observation", "verified")]
     assert told == ["verified", "observation", "quarantined"]
+    again.session.timeline.flush()  # nothing else waits for the disk
     assert check_positions(tmp_path / "shared", len(DATASET["y"])) == STEPS
 
 

@@ -76,6 +76,7 @@ def test_steps_say_what_they_are(tmp_path: Path) -> None:
     events = [event for event in surviving.session.timeline.events if event["event"] == "step"]
     assert [(event["step"], event["loss"]) for event in events] == [(step.number, step.loss) for step in steps]
     assert [event["examples"] for event in events] == [32, 32, 32, 4, 32, 32, 32, 4, 32]
+    surviving.session.timeline.flush()  # nothing else waits for the disk
     assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 
@@ -97,6 +98,7 @@ def test_a_job_whose_loop_fails_goes_on_from_memory_to_the_same_bits(update: Any
     assert losses == whole[0][5:]
     np.testing.assert_equal(samples, whole[1][5:])
     assert_same_bits(params, whole[2])
+    again.session.timeline.flush()  # nothing else waits for the disk
     assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 
@@ -187,6 +189,7 @@ def test_fewer_chips_go_on_within_rounding_and_use_each_sample_once(update: Any,
     assert recovered == [True, False, False, False]
     assert second.resumed.source == "memory"
     assert_close((losses, second.params), plain_training(samples))
+    second.session.timeline.flush()  # nothing else waits for the disk
     assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 

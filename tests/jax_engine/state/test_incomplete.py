@@ -12,8 +12,8 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
+from meshmend.jax.state.holdings import Record
 from meshmend.jax.state.memory.copies import Copy
-from meshmend.jax.state.record import Record
 from meshmend.launch.environment import LAUNCHER, Launch
 from waiting import until
 

@@ -5,7 +5,7 @@ digests of all chips are brought together by one small all-reduce, over the link
 chip differs from the majority names the chip and the place in the parameters.
 
 A change of a single word is always noticed, whichever of its bits flip; changes to several, or words that change
-places, go unnoticed with a probability of about 2⁻³² (see `words`).
+places, go unnoticed with a probability of about 2⁻³² (see `mixed`).
 
 What all chips have wrong in the same way is not seen here, and neither is state that has no second copy: the shards of
 a sharded update's optimizer state, and parameters sharded over all chips.
@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.words import mixed, words_of
 from meshmend.jax.engine.collectives import Tree, all_reduce
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
@@ -38,6 +37,8 @@ from meshmend.jax.train.shardings import match_specs
 from meshmend.quarantine import Observation, Suspect
 from meshmend.quarantine.observation import DIGEST, MAX_SUSPECTS
 
+GOLDEN = np.uint32(0x9E3779B9)
+"""2³² over the golden ratio: its multiples are spread evenly."""
 PIECE = 2**20
 """Elements of a piece, at most: enough of them that digests cost nothing to send, few enough to find the place."""
 
@@ -178,3 +179,41 @@ def digest_observations(found: Sequence[Disagreement], step: int) -> list[Observ
             Observation(DIGEST, suspects, step, evidence, {"chunk": piece, "agree": 0, "differ": one.of})
         )
     return observations
+
+
+def words_of(array: jax.Array) -> Annotated[jax.Array, "uint32[S]"]:
+    """Return an array's bits, flat, as 32-bit words: one for each element, or several for a wide one."""
+    flat = jnp.ravel(array)
+    if jnp.iscomplexobj(flat):
+        flat = jnp.stack([jnp.real(flat), jnp.imag(flat)], axis=-1).reshape(-1)
+    if not jnp.issubdtype(flat.dtype, jnp.floating):
+        narrow = flat.dtype.itemsize <= 4
+        return flat.astype(jnp.uint32) if narrow else lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+    bits = jnp.finfo(flat.dtype).bits
+    if bits < 8:
+        raise ParameterError(f"{flat.dtype} has no digest: widen it to 8 bits or more first.")
+    same = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
+    return lax.bitcast_convert_type(flat, same).astype(jnp.uint32).reshape(-1)
+
+
+def mixed(words: jax.Array) -> jax.Array:
+    """Return mix(word + place · GOLDEN) of each word, by its place along the last axis.
+
+    `mix` is the last stage of MurmurHash3: a bijection of words, in which each bit depends on all others. A sum of
+    mixed words is a digest. Whatever happens to one word always changes it; changes to several, or words that change
+    places, go unnoticed with a probability of about 2⁻³².
+    """
+    word = words + lax.iota(jnp.uint32, words.shape[-1]) * GOLDEN
+    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
+
+
+def digest_leaves(tree: Tree) -> Annotated[jax.Array, "uint32[Q]"]:
+    """Return the digest of each array of a tree."""
+    return jnp.stack([jnp.sum(mixed(words_of(leaf)), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)])
+
+
+def digest_tree(tree: Tree) -> Annotated[jax.Array, "uint32[]"]:
+    """Return one digest of all arrays of a tree: a change of one word in any of them always changes it."""
+    return jnp.sum(mixed(digest_leaves(tree)), dtype=jnp.uint32)

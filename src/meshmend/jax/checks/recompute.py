@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.words import digest_leaves, digest_tree
+from meshmend.jax.checks.digests import digest_leaves, digest_tree
 from meshmend.jax.data.feed import Batch
 from meshmend.jax.data.policy import Position
 from meshmend.jax.engine.collectives import Tree

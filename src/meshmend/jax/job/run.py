@@ -31,7 +31,7 @@ from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.program import Program
 from meshmend.jax.engine.tiles import TiledFabric
 from meshmend.jax.job.check_runner import Checking, check_possible
-from meshmend.jax.job.interrupts import Interrupts
+from meshmend.jax.job.exit import Interrupts
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
 from meshmend.jax.job.model import Model
 from meshmend.jax.job.step import JobStep
@@ -40,7 +40,7 @@ from meshmend.jax.session.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.session.shared_folder import SharedFolder, check_shared
 from meshmend.jax.session.survivors import read_untrusted
 from meshmend.jax.state import Keeper, fetch
-from meshmend.jax.state.record import Record
+from meshmend.jax.state.holdings import Record
 from meshmend.jax.train.plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan, workload_of
 from meshmend.planning import PlanCache, Planner, StepDemands, Workload
 

@@ -19,14 +19,13 @@ from meshmend.jax.state.candidates import UNCHECKED, Trust
 from meshmend.jax.state.disk.background import Checkpoints, warn_once
 from meshmend.jax.state.disk.disk import Disk
 from meshmend.jax.state.disk.read import read_foreign
-from meshmend.jax.state.holdings import Holdings
+from meshmend.jax.state.holdings import Holdings, Record
 from meshmend.jax.state.layout.state_layout import Reader, StateLayout
 from meshmend.jax.state.memory.copies import KEPT, HostMemory
 from meshmend.jax.state.memory.folders import default_folder
 from meshmend.jax.state.memory.peer_copy import Mirror
 from meshmend.jax.state.memory.placement import place
 from meshmend.jax.state.memory.redundancy import CHECKED_COPIES, Room, choose_blocks
-from meshmend.jax.state.record import Record
 from meshmend.jax.state.recovery import Answer, Holder, StateSearch, recover
 from meshmend.jax.state.timetable import LARGE_LOSS_S, LARGEST_SLOWDOWN, NEVER, Timetable
 from meshmend.jax.state.voting import Ballot
