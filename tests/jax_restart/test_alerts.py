@@ -88,9 +88,14 @@ def running(words: list[str], folder: Path, **more: Any) -> Iterator[subprocess.
 
 
 def hosts_of(driver: subprocess.Popen[bytes]) -> list[int]:
-    """Processes of the hosts of `meshmend run --local`, which starts them in order."""
-    mine = [int(pid) for pid in Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()]
-    return sorted(pid for pid in mine if b"run_host" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    """Processes of the hosts of `meshmend run --local`, which one process forks in order."""
+    mine = children_of(driver.pid)
+    (nursery,) = [pid for pid in mine if b"launch.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return sorted(children_of(nursery))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Watched:

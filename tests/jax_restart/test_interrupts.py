@@ -122,15 +122,17 @@ def test_a_host_that_is_asked_to_leave_repeats_no_step_of_the_others(tmp_path: P
     assert (resumed["step"], resumed["saved"]) == (stopped["step"], stopped["step"])
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 @pytest.mark.slow
 def test_a_frozen_host_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:
     write(tmp_path, SLOWLY, steps=100_000)
     with job(tmp_path) as one:
         one.until("step 1 is done")
-        hosts = [pid for pid in children(one.process.pid) if "run_host" in Path(f"/proc/{pid}/cmdline").read_text()]
-        (frozen,) = [pid for pid in hosts if int(Path(f"/proc/{pid}/stat").read_text().split()[3]) == one.process.pid][
-            1:
-        ]
+        forked = [pid for pid in children(one.process.pid) if "nursery" in Path(f"/proc/{pid}/cmdline").read_text()]
+        _, frozen = [pid for pid in forked if parent_of(parent_of(pid)) == one.process.pid]
         for pid in (frozen, *children(frozen)):
             os.kill(pid, signal.SIGSTOP)
         line, code, seconds = one.interrupt(signal.SIGTERM)

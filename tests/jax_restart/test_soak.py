@@ -56,16 +56,17 @@ Nothing is compiled ahead: how far that has come after so many steps depends on 
 
 def name_of(pid: int, launcher: int) -> str | None:
     """Return what a process of the job is; None for those that come and go."""
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    words = Path(f"/proc/{pid}/cmdline").read_text()
     if pid == launcher:
         return "launcher"
-    for mark, name in (("launch.store", "store"), ("run_host", "agent"), ("launch.warm", "warm")):
-        if any(mark in word for word in words):
-            # A worker is a fork of the warm process, and has its command line.
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-            forked = mark == "launch.warm" and "launch.warm" in Path(f"/proc/{parent}/cmdline").read_text()
-            return None if forked else f"{name} {pid}"
-    return None
+    if "launch.store" in words:
+        return f"store {pid}"
+    above = [pid]
+    while above[-1] not in (launcher, 1):
+        above.append(int(Path(f"/proc/{above[-1]}/stat").read_text().rsplit(")", 1)[1].split()[1]))
+    # All below the process that forks hosts have its command line; the last of the line is a worker.
+    name = {2: "nursery", 3: "agent", 4: "warm"}.get(len(above)) if "launch.nursery" in words else None
+    return name and f"{name} {pid}"
 
 
 def notes_of(shared: Path, host: int) -> list[dict[str, Any]]:
@@ -173,5 +174,5 @@ def test_nothing_grows_over_500_steps_50_checkpoints_and_5_kills(tmp_path: Path)
         if len(samples) > 3:  # a process that is just being started has the command line of the one that starts it
             lasting[name.split()[0]] += 1
             grown += compare(name, settled(early_on), settled(at_last))
-    assert lasting == {"launcher": 1, "store": 1, "agent": N_HOSTS, "warm": N_HOSTS}
+    assert lasting == {"launcher": 1, "store": 1, "nursery": 1, "agent": N_HOSTS, "warm": N_HOSTS}
     assert not grown

@@ -7,7 +7,8 @@
         warm            warm: has JAX imported, and forks
           worker        the script, one process per round
 
-Each dies with its parent. Nothing here imports JAX, except in the workers.
+Each dies with its parent. Nothing here imports JAX, except in the workers. A job on one machine (`local`) forks its
+hosts from a process that has imported it (`nursery`).
 """
 
 from meshmend.launch.chips import Chips

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from meshmend.errors import LaunchError, MeshmendError, QuarantineError
 from meshmend.files import with_timeout
@@ -74,11 +74,9 @@ class HostDescription:
         return json.dumps(asdict(self))
 
 
-def main(descriptor: int) -> int:
-    """Run a host until the job is over; return the exit status."""
-    die_with_parent()
+def be_host(descriptor: int, what: HostDescription, *, forks: bool = False) -> int:
+    """Run a host until the job is over; return the exit status. `forks` is for a process that may: see `Workers`."""
     os.set_inheritable(descriptor, False)
-    what = HostDescription(**json.loads(sys.stdin.read()))
     os.environ.update(what.environment)
     secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it, only for a key of its own
     hand_over_key(secret)
@@ -94,7 +92,7 @@ def main(descriptor: int) -> int:
     except MeshmendError as error:
         return _ended(error, report)
     # Importing JAX and reaching the store take seconds each: they run side by side.
-    workers = Workers(warm=what.warm)
+    workers = Workers(warm=what.warm, fork_without=descriptor if forks else None)
     make_credentials(secret, what.job, what.host)  # imports what the first round would wait for
     timeline = Timeline(what.timeline or None, job=what.job, host=what.host)
     log = AgentLog(timeline, hosts=(what.hosts[0], what.hosts[1]), machine=what.machine, report=report)
@@ -240,8 +238,12 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 def run_host() -> None:
     """Be a host: the entry point of the process that `meshmend run` starts, with a descriptor as its argument."""
-    status = main(int(sys.argv[1]))
+    die_with_parent()
+    end_host(be_host(int(sys.argv[1]), HostDescription(**json.loads(sys.stdin.read()))))
+
+
+def end_host(status: int) -> NoReturn:
+    """End this process. Threads of libraries may still run; there is no need to wait for them."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    # Threads of libraries may still run; there is no need to wait for them.
     os._exit(status)

@@ -13,17 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from meshmend.errors import LaunchError
 from meshmend.launch.agent import SAVE_S
 from meshmend.launch.host import HostDescription
+from meshmend.launch.nursery import ForkedHost
 from meshmend.launch.processes import die_with_parent, kill_tree
 
 Report = dict[str, Any]
 """What a host's agent writes to the process that has started it: "event" and "host", and facts."""
+
+HostProcess = subprocess.Popen[bytes] | ForkedHost
 
 LEAVE_S = SAVE_S + 3.0
 """How long hosts may take to save their state and leave, before they are killed."""
@@ -31,7 +34,7 @@ LEAVE_S = SAVE_S + 3.0
 
 @dataclass(eq=False)
 class _Running:
-    process: subprocess.Popen[bytes]
+    process: HostProcess
     kinds: dict[int, str]
     """What is read from each file descriptor: lines, or events."""
     rest: dict[int, bytes] = field(default_factory=dict)
@@ -80,27 +83,33 @@ class HostProcesses:
         if what.host in self._hosts:
             raise LaunchError(f"Host {what.host} is already running.")
         (events, write), (output, their_output) = os.pipe(), os.pipe()
-        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            [sys.executable, "-c", "from meshmend.launch.host import run_host; run_host()", str(write)],
-            stdin=subprocess.PIPE,
-            stdout=their_output,
-            stderr=their_output,
-            pass_fds=[write],
-            start_new_session=True,  # Ctrl-C is for this process, which then tells its hosts
-            preexec_fn=die_with_parent,
-            env={**os.environ, "MESHMEND_SECRET": self._secret, "PYTHONUNBUFFERED": "1"},
-        )
+        environment = {**os.environ, "MESHMEND_SECRET": self._secret, "PYTHONUNBUFFERED": "1"}
+        process = self._begin(what, environment, write, their_output)
         os.close(write)
         os.close(their_output)
-        assert process.stdin is not None  # noqa: S101  # it is a pipe
-        process.stdin.write(what.to_json().encode())
-        process.stdin.close()
         running = self._hosts[what.host] = _Running(process, {output: "line", events: "event"})
         for descriptor, kind in running.kinds.items():
             os.set_blocking(descriptor, False)
             running.rest[descriptor] = b""
             self._selector.register(descriptor, selectors.EVENT_READ, (what.host, kind))
         self.statuses.pop(what.host, None)
+
+    def _begin(self, what: HostDescription, environment: Mapping[str, str], events: int, output: int) -> HostProcess:
+        """Start the process of a host that reports to one descriptor and writes to another."""
+        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+            [sys.executable, "-c", "from meshmend.launch.host import run_host; run_host()", str(events)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=[events],
+            start_new_session=True,  # Ctrl-C is for this process, which then tells its hosts
+            preexec_fn=die_with_parent,
+            env=environment,
+        )
+        assert process.stdin is not None  # noqa: S101  # it is a pipe
+        process.stdin.write(what.to_json().encode())
+        process.stdin.close()
+        return process
 
     def kill(self, host: int) -> float:
         """Kill a host as a power cut would, agent and worker by SIGKILL; return when, as seconds since the epoch."""

@@ -1,7 +1,8 @@
 """A whole job on one machine: a store, and hosts with virtual chips, each of which can be killed.
 
 This is a cluster in miniature, for a first try, for tests and for measurements. The store is a process of its own, and
-each host one with its agent and its worker below it, which die as a whole. Each worker has virtual CPU devices, as many
+each host one with its agent and its worker below it, which die as a whole. Hosts are forks of one process that has
+imported JAX (`nursery`), as far as they have its environment. Each worker has virtual CPU devices, as many
 as its host has chips.
 """
 
@@ -24,8 +25,9 @@ from meshmend.buckets import Folder, own_folder
 from meshmend.errors import LaunchError
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.job import HostProcesses, Report
+from meshmend.launch.job import HostProcess, HostProcesses, Report
 from meshmend.launch.membership import SILENT_S, START_S
+from meshmend.launch.nursery import Nursery
 from meshmend.launch.processes import die_with_parent, free_port
 from meshmend.launch.signing import KEY_ENDS
 from meshmend.launch.timeline import timeline_of
@@ -82,6 +84,7 @@ class LocalJob(HostProcesses):
         self._more = {} if secret else {KEY_ENDS: "1"}
         self._port = 0
         self._store: subprocess.Popen[bytes] | None = None
+        self._nursery: Nursery | None = None
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
         self._memory = tempfile.mkdtemp(prefix="meshmend-", dir=in_memory)
 
@@ -100,6 +103,8 @@ class LocalJob(HostProcesses):
             super().close()
             self.kill_store()
         finally:
+            if self._nursery is not None:
+                self._nursery.close()
             shutil.rmtree(self._memory, ignore_errors=True)
 
     def start(self, *hosts: int) -> None:
@@ -132,6 +137,14 @@ class LocalJob(HostProcesses):
                     },
                 )
             )
+
+    def _begin(self, what: HostDescription, environment: Mapping[str, str], events: int, output: int) -> HostProcess:
+        own = {**environment, **what.environment}
+        if self._nursery is None and what.warm:
+            self._nursery = Nursery(own)
+        if self._nursery is None or not self._nursery.serves(own):
+            return super()._begin(what, environment, events, output)
+        return self._nursery.start(what, environment, events, output)
 
     def kill(self, host: int) -> float:
         """Kill a host as a power cut would, and wipe its memory; return when, as seconds since the epoch."""

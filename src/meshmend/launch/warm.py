@@ -13,6 +13,7 @@ in, `{"ready": …}`, `{"pid": …}` and `{"ended": code}` go out. A code below 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -61,6 +62,7 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
     for module in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    gc.freeze()  # or a worker's collector would touch, and so copy, all that was imported
     loaded = jax_settings()
     _send_message(control, {"ready": True, "threads": _threads()})
     rest = b""
@@ -129,9 +131,10 @@ def _send_message(control: socket.socket, message: Any) -> None:
         control.sendall(json.dumps(message).encode() + b"\n")
 
 
-if __name__ == "__main__":
+def run(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
+    """Do what `main` does, and show what a script raises as Python does."""
     try:
-        main(int(sys.argv[1]), preload=() if "--cold" in sys.argv[2:] else MODULES)
+        main(descriptor, preload=preload)
     except Exception as error:
         # runpy's own frames would hide the script's; an exception of a script prints as it does under Python.
         trace = error.__traceback__
@@ -143,3 +146,7 @@ if __name__ == "__main__":
         else:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), preload=() if "--cold" in sys.argv[2:] else MODULES)

@@ -24,19 +24,15 @@ START_S = 120.0
 class Workers:
     """Starts one worker at a time, with the output of this process. All that it has started dies with this process."""
 
-    def __init__(self, *, warm: bool = True) -> None:
+    def __init__(self, *, warm: bool = True, fork_without: int | None = None) -> None:
+        """Start the process that starts workers.
+
+        A process that has one thread and has imported everything may fork it, `fork_without` a descriptor of its own.
+        """
         ours, theirs = socket.socketpair()
         self._failures = FailureFile()
-        command = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *([] if warm else ["--cold"])]
-        # OpenBLAS would start threads when NumPy is imported; a process with threads must not fork workers.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
-        self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            command,
-            pass_fds=[theirs.fileno(), self._failures.descriptor],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            preexec_fn=die_with_parent,
-        )
+        forked = None if fork_without is None else _Fork(ours, theirs, fork_without)
+        self._process = forked or self._start(theirs, warm)
         theirs.close()
         self._socket = ours
         self._lines = b""
@@ -45,6 +41,18 @@ class Workers:
         self.code: int | None = None
         """Exit code of the last worker, below zero for a signal; None while it runs."""
         self._ready = False
+
+    def _start(self, theirs: socket.socket, warm: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *([] if warm else ["--cold"])]
+        # OpenBLAS would start threads when NumPy is imported; a process with threads must not fork workers.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
+        return subprocess.Popen(  # noqa: S603  # our own interpreter and module
+            command,
+            pass_fds=[theirs.fileno(), self._failures.descriptor],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=die_with_parent,
+        )
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
         """Start a worker that runs a script and its arguments; return its process id."""
@@ -127,3 +135,37 @@ class Workers:
             self._ready = self._ready or "ready" in message
             self.pid = message.get("pid", self.pid)
             self.code = message.get("ended", self.code)
+
+
+class _Fork:
+    """The process that starts workers, as a fork of this one."""
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket, without: int) -> None:
+        self._code: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            from meshmend.launch.warm import run  # not above: `python -m` warns of a module that is there already
+
+            ours.close()
+            os.close(without)
+            run(theirs.detach())
+            sys.exit()  # of the worker, too, when its script has ended
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        return self._wait(os.WNOHANG)
+
+    def kill(self) -> None:
+        """Kill it, if it still runs."""
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        """Wait for the end, and return the exit code."""
+        return self._wait(0)
+
+    def _wait(self, how: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, how)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
