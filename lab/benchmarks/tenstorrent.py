@@ -25,10 +25,10 @@ from typing import Any
 import yaml
 
 from meshmend.errors import Coordinate, MachineError
-from meshmend.machines import Machine, read_machine
 from meshmend.topology import Mesh
 from meshmend_lab.tenstorrent import runtime as ttnn_runtime
 from meshmend_lab.tenstorrent.compare import UsedMesh, compare_with_runtime
+from meshmend_lab.tenstorrent.numbered import NumberedMachine, read_numbered
 
 KEPT = Path(ttnn_runtime.__file__).with_name("ttnn_meshes.json")
 MACHINES = {
@@ -147,7 +147,7 @@ def machine_answers(
 
     With `chips`, only about the losses of each of these single chips.
     """
-    machine = read_machine(descriptor)
+    machine = read_numbered(descriptor)
     asker = Asker(python, descriptor, folder)
     whole = ttnn_runtime.ask(descriptor, python, directions=True)
     cables: dict[tuple[int, int], int] = {}
@@ -212,7 +212,9 @@ def table(payload_bytes: float, only: Sequence[str] = tuple(MACHINES)) -> str:
             mesh = Mesh(kept["shape"], wrap=kept["wrap"], failed=[tuple(at) for at in loss["lost"]])
             if mesh.n_components > 1:
                 continue
-            compared = compare_with_runtime(Machine(mesh, "", kept["file"], {}, kept["hardware"]), payload_bytes)
+            compared = compare_with_runtime(
+                NumberedMachine(mesh, "", kept["file"], {}, kept["hardware"]), payload_bytes
+            )
             cells = dict.fromkeys(("ttnn, by itself", "ttnn, asked for a mesh", "ttnn, asked for a line"), "–")
             cells |= {row.who: cell(row) for row in compared.rows[:-1]}
             what = "one chip" if len(loss["lost"]) == 1 else "a 2×2 board"

@@ -1,17 +1,20 @@
-"""A cable is cut while a lab trains: how long until training goes on, what is lost, and which cables carry bytes then.
+"""A cable is cut or slow while a lab trains: when training goes on, what is lost, and which cables carry bytes then.
 
     sudo python lab/benchmarks/torch_cable.py ddp
     sudo python lab/benchmarks/torch_cable.py torchft --renew 3
     sudo python lab/benchmarks/torch_cable.py ddp --renew never
+    sudo python lab/benchmarks/torch_cable.py ddp --slow 0.25 --mend 150 --rate 10mbit --steps 360
 
 One process per chip, on the links of a lab. Routes around the cable are set so many seconds after the cut (`--renew`),
-as a routing daemon would. Losses are held against one process that trains alone on all samples.
+as a routing daemon would. With `--slow` the cable keeps that part of its rate, and is as fast as before
+after the step of `--mend`. Losses are held against one process that trains alone on all samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 import time
@@ -139,6 +142,8 @@ def main() -> None:
     parser.add_argument("--rate", default="40mbit")
     parser.add_argument("--cable", default="0,1-1,1")
     parser.add_argument("--renew", default="1", help="seconds until routes lead around the cable, or never")
+    parser.add_argument("--slow", type=float, help="what the cable keeps of its rate: it is not cut")
+    parser.add_argument("--mend", type=int, default=None, help="the step after which a slow cable has its rate again")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--timeout", type=float, default=20.0, help="of the group, in seconds")
     options = parser.parse_args()
@@ -150,20 +155,34 @@ def main() -> None:
         for chip in lab.namespaces:
             chips.start(chip, train, options.mode, lab, options.steps, options.timeout, folder)
         reached = folder / "step"
-        while not reached.exists() or int(reached.read_text() or 0) < third:
-            time.sleep(0.02)
-        left, cut_at = lab.cut(options.cable), time.time()
-        if options.renew != "never":
-            time.sleep(float(options.renew))
-            left.renew()
+
+        def wait_for(step: int) -> None:
+            while not reached.exists() or int(reached.read_text() or 0) < step:
+                time.sleep(0.02)
+                chips.poll()
+
+        wait_for(third)
+        cut_at, mended_at = time.time(), math.inf
+        if options.slow is not None:
+            lab.slow({options.cable: options.slow})
+            if options.mend is not None:
+                wait_for(options.mend)
+                lab.slow({})
+                mended_at = time.time()
+        else:
+            left = lab.cut(options.cable)
+            if options.renew != "never":
+                time.sleep(float(options.renew))
+                left.renew()
         found = chips.results(timeout_s=600)
-    show(mesh, options, found, cut_at)
+    show(mesh, options, found, cut_at, mended_at)
 
 
-def show(mesh: Mesh, options: argparse.Namespace, found: dict[Any, Any], cut_at: float) -> None:
+def show(mesh: Mesh, options: argparse.Namespace, found: dict[Any, Any], cut_at: float, mended_at: float) -> None:
     """Print when training went on, the losses, and what each interface sent before and after."""
     ended = {chip: how for chip, (_, how) in found.items()}
-    print(f"{options.mode} on {mesh}, {options.cable} cut, routes renewed after {options.renew}: ends {ended}")
+    what = f"cut, routes renewed after {options.renew}" if options.slow is None else f"at {options.slow} of its rate"
+    print(f"{options.mode} on {mesh}, {options.cable} {what}: ends {ended}")
     steps = list(zip(*(done for done, _ in found.values()), strict=False))
     ends = [max(step[0] for step in row) for row in steps]
     gaps = [b - a for a, b in itertools.pairwise(ends)]
@@ -171,19 +190,26 @@ def show(mesh: Mesh, options: argparse.Namespace, found: dict[Any, Any], cut_at:
     before = statistics.median(gaps[5 : first - 1])
     print(f"{len(steps)} steps on all chips; a step before: {before:.3f} s")
     stalled = max(range(first - 1, min(first + 40, len(gaps))), key=gaps.__getitem__)
-    print(f"the longest stall: {gaps[stalled]:.2f} s, over {ends[stalled + 1] - cut_at:.2f} s after the cut")
+    print(f"the longest stall: {gaps[stalled]:.2f} s, over {ends[stalled + 1] - cut_at:.2f} s after that")
     around = next((n for n, row in enumerate(steps) if ends[n] > cut_at and "cable" in row[0][2]), None)
     if around is not None:
         mended, mesh_then = ends[around] - cut_at, steps[around][0][2]
-        print(f"planned around it from step {around + 1}, {mended:.2f} s after the cut: {mesh_then}")
-        print(f"a step after: {statistics.median(gaps[around + 1 :]):.3f} s")
+        if options.slow is not None:
+            print(f"{around - first} steps not planned around it, each: {statistics.median(gaps[first:around]):.3f} s")
+        print(f"planned around it from step {around + 1}, {mended:.2f} s later: {mesh_then}")
+        last = next((n for n, at in enumerate(ends) if at > mended_at), len(gaps))
+        print(f"a step after: {statistics.median(gaps[around + 1 : last]):.3f} s")
+        whole = next((n for n in range(last, len(steps)) if "cable" not in steps[n][0][2]), None)
+        if whole is not None:
+            print(f"whole again from step {whole + 1}, {ends[whole] - mended_at:.2f} s after it was mended")
+            print(f"a step then: {statistics.median(gaps[whole:]):.3f} s")
     losses = [sum(step[1] for step in row) / len(row) for row in steps]
     apart = max(abs(a - b) / b for a, b in zip(losses, alone(mesh.n_chips, len(losses)), strict=True))
     print(f"losses differ from those of one process by at most {apart:.1e} of their size")
     if around is None or len(steps) - around < 20:
         return
     chips = list(found)
-    for name, a, b in (("before", 5, first - 1), ("after", around + 2, len(steps) - 1)):
+    for name, a, b in (("before", 5, first - 1), ("after", around + 2, min(last, len(steps) - 1))):
         print(f"kB per step that each chip sent on each of its interfaces, {name}:")
         for number, chip in enumerate(chips):
             then, now = steps[a][number][3], steps[b][number][3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from fractions import Fraction
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -18,7 +19,18 @@ from meshmend.topology import Cable, name_cable
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
 
-from meshmend.launch.cables import ANSWERS, MISSES, TOLD_BYTES, CableHealth, address_of, answering, tell, told  # noqa: E402
+from meshmend.launch.cables import (  # noqa: E402
+    ANSWERS,
+    MISSES,
+    TOLD_BYTES,
+    CableHealth,
+    CableWatch,
+    address_of,
+    answering,
+    tell,
+    told,
+)
+from meshmend.torch.membership import with_rates  # noqa: E402
 from meshmend.torch.mesh_group import MeshGroup  # noqa: E402
 from meshmend.torch.plans import Plans  # noqa: E402
 from torch_engine.processes import remembered  # noqa: E402
@@ -27,18 +39,18 @@ from torch_engine.threads import Group, on_every_thread  # noqa: E402
 PATIENCE = timedelta(seconds=30)
 
 
-class Known:
-    """In place of a watch: the cables that a test calls dead."""
+class Known(CableWatch):
+    """A watch that asks nobody: the cables that a test calls dead, and those that it calls answering."""
 
-    def __init__(self) -> None:
-        self.dead: frozenset[Cable] = frozenset()
+    dead: frozenset[Cable] = frozenset()  # type: ignore[assignment]  # in place of a property
+    answering: frozenset[Cable] = frozenset()  # type: ignore[assignment]
 
 
 def cables_of(mesh: Mesh) -> list[Cable]:
     return [(mesh.chip(a), mesh.chip(b)) for a, b in mesh.cables.tolist()]
 
 
-def group_of(mesh: Mesh, rank: int, group: Group, watch: Any, plans: Plans | None = None) -> MeshGroup:
+def group_of(mesh: Mesh, rank: int, group: Group, watch: CableWatch, plans: Plans | None = None) -> MeshGroup:
     return MeshGroup(
         mesh,
         [mesh.chip(r) for r in range(mesh.n_chips)],
@@ -46,7 +58,7 @@ def group_of(mesh: Mesh, rank: int, group: Group, watch: Any, plans: Plans | Non
         plans or Plans(remembered, hardware="gloo-loopback"),
         PATIENCE,
         watch=watch,
-        without=lambda cables: mesh.with_failures(failed_cables=cables),
+        with_rates=lambda rates: with_rates(mesh, rates),
     )
 
 
@@ -67,20 +79,24 @@ def test_a_cable_is_dead_after_misses_in_a_row_and_back_after_many_answers(answe
     assert health.dead == ({((0, 0), (0, 1))} if is_dead else set())
 
 
-@given(st.lists(st.sets(st.sampled_from(cables_of(Mesh("5x5"))), max_size=8), max_size=6))
-def test_what_is_told_is_understood(known: list[set[Cable]]) -> None:
-    words = [tell(cables) for cables in known]
+RATES = st.sampled_from([Fraction(0), Fraction(1, 16), Fraction(1, 4), Fraction(1, 2)])
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(cables_of(Mesh("5x5"))), RATES, max_size=8), max_size=6))
+def test_what_is_told_is_understood(known: list[dict[Cable, Fraction]]) -> None:
+    words = [tell({name_cable(cable): rate for cable, rate in rates.items()}) for rates in known]
     assert {len(word) for word in words} <= {TOLD_BYTES}
-    assert told(words) == {name_cable(cable) for cables in known for cable in cables}
+    lowest = sorted(((name_cable(cable), rate) for rates in known for cable, rate in rates.items()), reverse=True)
+    assert told(words) == dict(lowest)
 
 
 def test_what_does_not_fit_is_left_out_and_no_name_is_torn() -> None:
     far = [((10**6 + i, 10**6), (10**6 + i + 1, 10**6)) for i in range(100)]
-    word = tell(far)
+    word = tell({name_cable(cable): Fraction(0) for cable in far})
     assert len(word) == TOLD_BYTES
     found = told([word])
     assert 0 < len(found) < 100
-    assert found <= {*map(name_cable, far)}
+    assert found.keys() <= {*map(name_cable, far)}
 
 
 MESHES = [Mesh("2x2"), Mesh("2x3"), Mesh("3x3"), Mesh("1x4", wrap=True), Mesh("3x3", failed=["1,1"])]
@@ -102,7 +118,7 @@ def test_members_plan_alike_whoever_notices_what_and_when(data: st.DataObject) -
     sizes = [data.draw(st.sampled_from([1, 7, 300])) for _ in range(n_calls)]
 
     def main(rank: int, group: Group) -> Any:
-        watch = Known()
+        watch = Known(mesh.chip(rank))
         own = group_of(mesh, rank, group, watch)
         found = []
         for now, size in zip(news, sizes, strict=True):
@@ -127,7 +143,7 @@ def test_tensors_of_several_dtypes_are_summed_once_each_when_news_comes_between(
     mesh, cable = Mesh("2x2"), ((0, 0), (0, 1))
 
     def main(rank: int, group: Group) -> Any:
-        watch = Known()
+        watch = Known(mesh.chip(rank))
         own = group_of(mesh, rank, group, watch)
         real, whole = torch.ones(5), torch.ones(5, dtype=torch.int64)
         send = group.send
@@ -152,10 +168,10 @@ def test_a_member_that_plans_around_another_cable_is_refused_before_anything_is_
     weave = partial(plan, planner="weave", chunks=9)
 
     def main(rank: int, group: Group) -> Any:
-        watch = Known()
+        watch = Known(mesh.chip(rank))
         own = group_of(mesh, rank, group, watch, Plans(weave, hardware="gloo-loopback"))
         if rank == 4:  # hears the news, and draws its own conclusions
-            own._without = lambda _: mesh
+            own._with_rates = lambda _: mesh
         watch.dead = frozenset({cable} if rank == 0 else ())
         payload = torch.full((300,), float(rank))
         with pytest.raises(DisagreementError):
@@ -176,7 +192,7 @@ def test_where_no_plan_avoids_the_cable_it_stays() -> None:
         pytest.fail("choose a planner that needs this cable")
 
     def main(rank: int, group: Group) -> Any:
-        watch = Known()
+        watch = Known(mesh.chip(rank))
         own = group_of(mesh, rank, group, watch, ring)
         watch.dead = frozenset({cable} if rank == 1 else ())
         sums = []
@@ -193,7 +209,7 @@ def test_an_error_names_the_cable_and_what_to_do() -> None:
     mesh, cable = Mesh("1x2"), ((0, 0), (0, 1))
 
     def main(rank: int, group: Group) -> Any:
-        watch = Known()
+        watch = Known(mesh.chip(rank))
         own = group_of(mesh, rank, group, watch)
         if rank == 1:
             return None

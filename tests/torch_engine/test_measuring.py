@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import ParameterError  # noqa: E402
-from meshmend.torch.measuring import _lanes, _longer, _loop, fit  # noqa: E402
+from meshmend.torch.measuring import _longer, _loop, fit  # noqa: E402
+from meshmend.torch.slow import lanes_of  # noqa: E402
 from torch_engine.processes import free_port, measure_together  # noqa: E402
 
 MESH = Mesh("2x3", failed=["1,2"])
@@ -70,7 +71,7 @@ def test_bytes_that_an_idle_link_sends_at_once_do_not_count() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh("2x3"), MESH, Mesh("3x3", wrap=True), Mesh("4")], ids=repr)
 def test_a_loop_uses_each_cable_once_at_most_and_sends_on_what_came_before(mesh: Mesh) -> None:
-    lanes = _lanes(mesh)
+    lanes = lanes_of(mesh, thirds=False)
     for lane in lanes:
         ends = [rank for pair in lane for rank in pair]
         assert len(ends) == len(set(ends))

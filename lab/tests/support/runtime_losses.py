@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from descriptions import SAMPLES, Sample
-from meshmend.machines import Machine, machine_of, parse_description
+from meshmend.machines import parse_description
+from meshmend_lab.tenstorrent.numbered import NumberedMachine, numbered
 from meshmend_lab.tenstorrent.runtime import measured_machines
 
 KEPT: dict[str, Mapping[str, Any]] = {
@@ -30,8 +31,8 @@ def sample_of(name: str) -> Sample:
     return replace(SAMPLES[name], cables=cables)
 
 
-def machine_without(name: str, lost: Collection[int] = ()) -> Machine:
+def machine_without(name: str, lost: Collection[int] = ()) -> NumberedMachine:
     """What meshmend reads of the machine without some chips, and with its whole self as what was intended."""
     sample = sample_of(name)
     whole = parse_description(sample.text, "whole")
-    return machine_of(parse_description(sample.without(chips=lost).text, "hurt"), whole)
+    return numbered(parse_description(sample.without(chips=lost).text, "hurt"), whole)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from meshmend.errors import MachineError, ScheduleError
-from meshmend.machines import Machine
 from meshmend.planning import Planner, Weave, plan
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
 from meshmend_lab.tenstorrent.chip_programs import chip_programs, chip_programs_schema
+from meshmend_lab.tenstorrent.numbered import NumberedMachine
 from runtime_losses import GALAXIES, KEPT, machine_without, sample_of
 
 OPPOSITE = {"N": "S", "S": "N", "E": "W", "W": "E"}
@@ -64,7 +64,7 @@ def replay(text: str, payload: dict[int, Any]) -> dict[int, Any]:
     return held
 
 
-def check(machine: Machine, planner: Planner | str, **options: Any) -> dict[str, Any]:
+def check(machine: NumberedMachine, planner: Planner | str, **options: Any) -> dict[str, Any]:
     """Export, validate and replay; integers, so that sums are exact."""
     programs = chip_programs(plan(machine.mesh, planner, **options), machine)
     text = json.dumps(programs)
@@ -203,10 +203,10 @@ def test_what_has_no_programs_is_refused_with_its_remedy() -> None:
         chip_programs(plan(machine.mesh, "gather", collective=Collective.REDUCE_SCATTER), machine)
     with pytest.raises(MachineError, match=r"the plan is for 4x8\. Plan with --machine hurt"):
         chip_programs(plan(Mesh("4x8"), Weave(chunks=1)), machine)
-    nameless = Machine(machine.mesh, "list of chips", "mine.yaml", {})
+    nameless = NumberedMachine(machine.mesh, "list of chips", "mine.yaml", {})
     with pytest.raises(MachineError, match=r"mine\.yaml: a list of chips has no device numbers"):
         chip_programs(far, nameless)
-    cube = Machine(
+    cube = NumberedMachine(
         Mesh("2x2x2"),
         "cube",
         "cube.yaml",

@@ -15,15 +15,16 @@ import yaml
 
 import tenstorrent
 from meshmend.errors import MachineError
-from meshmend.machines import Machine, machine_of, parse_description
+from meshmend.machines import parse_description
 from meshmend.topology import Mesh
+from meshmend_lab.tenstorrent.numbered import NumberedMachine, numbered
 from meshmend_lab.tenstorrent.runtime import RuntimeMesh, answer_of, ask, measured
 from runtime_losses import GALAXIES, KEPT, machine_without, sample_of
 
 Pair = frozenset[int]
 
 
-def joined(machine: Machine) -> set[Pair]:
+def joined(machine: NumberedMachine) -> set[Pair]:
     """Pairs of devices that a cable of our mesh joins."""
     mesh = machine.mesh
     return {frozenset(machine.devices[mesh.chip(end)] for end in cable) for cable in mesh.cables.tolist()}
@@ -182,7 +183,7 @@ def test_devices_and_channels_are_todays() -> None:
     sample = sample_of("galaxy")
     text = yaml.safe_dump(tenstorrent.without(yaml.safe_load(sample.text), [9]))
     whole = machine_without("galaxy")
-    today = machine_of(parse_description(text, "today"), parse_description(sample.text, "whole"))
+    today = numbered(parse_description(text, "today"), parse_description(sample.text, "whole"))
     assert today.devices == {at: old - (old > 9) for at, old in whole.devices.items() if old != 9}
     lost = next(at for at, device in whole.devices.items() if device == 9)
     assert today.channels == {cable: ends for cable, ends in whole.channels.items() if lost not in cable}

@@ -1,4 +1,4 @@
-"""Dead cables between hosts that still reach each other: who notices them, and what is told.
+"""Dead and slow cables between hosts that still reach each other: who notices them, and what is told.
 
 Each member asks the hosts of its neighbours, again and again, for an answer over their cable alone: it begins a TCP
 connection whose packets may not be forwarded (a time to live of one). The kernel answers, if only to refuse, also for a
@@ -7,9 +7,10 @@ job stalls by it or crawls along a detour makes no difference. Only a cable that
 routers lie between neighbours, none is.
 
 A member decides nothing alone. With news it sets a flag in the words that all members exchange before each call. Then
-all of them tell all which of their cables are dead, and plan around what any of them has told (`MeshGroup`). Members
-agree on the plan itself before data moves, so that whoever got anything else ends with an error. That is PyTorch. The
-agents of `meshmend run` put a dead cable on the quarantine list and start a round.
+all of them tell all which of their cables are dead or slow, and plan around what any of them has told (`MeshGroup`).
+Members agree on the plan itself before data moves, so that whoever got anything else ends with an error. That is
+PyTorch, where members also find slow cables (`torch.slow`). The agents of `meshmend run` put a dead cable on the
+quarantine list and start a round.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from fractions import Fraction
 
 from meshmend.errors import Coordinate
-from meshmend.topology import Cable, name_cable
+from meshmend.topology import Cable, name_cable, parse_cable_rate
 
 PERIOD_S = 0.5
 """How often neighbours are asked."""
@@ -56,6 +58,8 @@ class CableHealth:
     def __init__(self, chip: Coordinate) -> None:
         self.chip = chip
         self.dead: frozenset[Cable] = frozenset()
+        self.answering: frozenset[Cable] = frozenset()
+        """Those that have answered once, and are not dead."""
         self._run: dict[Coordinate, int] = {}
         """Of neighbours that have answered once: answers in a row, or misses in a row as a number below zero."""
 
@@ -72,11 +76,13 @@ class CableHealth:
                 continue
             self._run[neighbour] = run
             cable = (min(self.chip, neighbour), max(self.chip, neighbour))
+            self.answering |= {cable}
             if run <= -MISSES:
                 dead.add(cable)
             elif run >= ANSWERS:
                 dead.discard(cable)
         self.dead = frozenset(dead)
+        self.answering -= self.dead
 
 
 class CableWatch:
@@ -84,12 +90,35 @@ class CableWatch:
 
     def __init__(self, chip: Coordinate) -> None:
         self._health = CableHealth(chip)
+        self.slow: dict[str, Fraction] = {}
+        """The rates of the chip's slow cables, as parts of the fastest one's."""
         self._ended = threading.Event()
 
     @property
     def dead(self) -> frozenset[Cable]:
         """The chip's cables that do not answer any more."""
         return self._health.dead
+
+    @property
+    def answering(self) -> frozenset[Cable]:
+        """The chip's cables that have answered, and are not dead."""
+        return self._health.answering
+
+    @property
+    def rates(self) -> dict[str, Fraction]:
+        """The rates of the chip's slow cables, 0 for dead ones."""
+        return self.slow | {name_cable(cable): Fraction(0) for cable in self.dead}
+
+    def learn(self, rates: Mapping[str, Fraction]) -> None:
+        """Keep which cables of this chip are slow, of all that a group has measured."""
+        own = ",".join(map(str, self._health.chip))
+        before, self.slow = self.slow, {name: rate for name, rate in rates.items() if rate and own in name.split("-")}
+        for name in sorted(self.slow.keys() - before.keys()):
+            warnings.warn(
+                f"Cable {name} has about {self.slow[name]} of the fastest cable's rate. Plans send less over it until "
+                "it is faster. Look at both of its ends.",
+                stacklevel=2,
+            )
 
     def begin(self, own: str, addresses: Mapping[Coordinate, str], *, with_detour: bool = False) -> None:
         """Watch the cables to these neighbours; those without an address, or with this host's, have none.
@@ -122,7 +151,7 @@ class CableWatch:
             ended.wait(PERIOD_S)
 
 
-def answering(addresses: Iterable[str], hops: int = 1) -> set[str]:
+def answering(addresses: Iterable[str], hops: int = 1, port: int = PORT) -> set[str]:
     """Return which of these addresses answer over so many hops: over one, without any host between."""
     found: set[str] = set()
     with selectors.DefaultSelector() as waiting, ExitStack() as stack:
@@ -131,7 +160,7 @@ def answering(addresses: Iterable[str], hops: int = 1) -> set[str]:
             probe.setblocking(False)
             probe.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, hops)
             # What fails at once has no way to the neighbour.
-            if probe.connect_ex((address, PORT)) == errno.EINPROGRESS:
+            if probe.connect_ex((address, port)) == errno.EINPROGRESS:
                 waiting.register(probe, selectors.EVENT_WRITE, (address, probe))
         until = time.monotonic() + ANSWER_S
         # A thread that comes late still finds what the kernel has heard meanwhile.
@@ -156,15 +185,22 @@ def address_of(interface: str | None) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def tell(cables: Collection[Cable]) -> bytes:
-    """Return cables as a member tells them to all others."""
+def tell(rates: Mapping[str, Fraction]) -> bytes:
+    """Return the rates of cables as a member tells them to all others."""
     words: list[str] = []
-    for cable in sorted(cables):
-        if len(";".join([*words, name_cable(cable)])) <= TOLD_BYTES:
-            words.append(name_cable(cable))
+    for name, rate in sorted(rates.items()):
+        if len(";".join([*words, f"{name}={rate}"])) <= TOLD_BYTES:
+            words.append(f"{name}={rate}")
     return ";".join(words).encode().ljust(TOLD_BYTES)
 
 
-def told(words: Iterable[bytes]) -> frozenset[str]:
-    """Return the names of all cables that any member has told."""
-    return frozenset(name for word in words for name in word.decode().strip().split(";") if name)
+def told(words: Iterable[bytes]) -> dict[str, Fraction]:
+    """Return the lowest rate of each cable that any member has told.
+
+    >>> told([tell({"0,0-0,1": Fraction(1, 2)}), tell({"0,0-0,1": Fraction(0)})])
+    {'0,0-0,1': Fraction(0, 1)}
+    """
+    found: dict[str, Fraction] = {}
+    for name, rate in (parse_cable_rate(text) for word in words for text in word.decode().split(";") if text.strip()):
+        found[name] = min(Fraction(rate), found.get(name, Fraction(1)))
+    return found

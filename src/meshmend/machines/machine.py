@@ -25,9 +25,6 @@ class Machine:
 
     `chips` has the chips that the description names, by coordinate, failed ones included. `notes` says what was
     assumed and what was not understood. `hardware` is the preset that fits.
-
-    `devices` are the numbers by which the machine's runtime knows its live chips. `channels` are those of each live
-    cable, by their number at its first and at its second end. Both are empty where the description has none.
     """
 
     mesh: Mesh
@@ -36,8 +33,6 @@ class Machine:
     chips: Mapping[Coordinate, Chip]
     hardware: str | None = None
     notes: tuple[str, ...] = ()
-    devices: Mapping[Coordinate, int] = dataclasses.field(default_factory=dict)
-    channels: Mapping[Cable, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def hardware_through_xla(self) -> str | None:
@@ -159,24 +154,7 @@ def _alone(found: Description) -> tuple[Machine, Coordinates]:
         notes += more
     mesh = Mesh(grid.shape, wrap=grid.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     chips = {coordinate: found.chips[key] for key, coordinate in coordinates.items()}
-    machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes))
-    return _addressed(machine, found, coordinates), coordinates
-
-
-def _addressed(machine: Machine, found: Description, coordinates: Coordinates) -> Machine:
-    """Return the machine with the numbers of its live devices and channels, as the description of today has them."""
-    mesh = machine.mesh
-    live = {key: at for key, at in coordinates.items() if mesh.live[at]}
-    devices = {at: device for key, at in live.items() if (device := found.chips[key].device) is not None}
-    joined = {tuple(sorted((mesh.chip(a), mesh.chip(b)))) for a, b in mesh.cables.tolist()}
-    channels: dict[Cable, tuple[tuple[int, int], ...]] = {}
-    for (a, b), ends in found.channel_ends.items():
-        if a in live and b in live:
-            one, other = live[a], live[b]
-            if (min(one, other), max(one, other)) in joined:
-                straight = ends if one < other else [end[::-1] for end in ends]
-                channels[min(one, other), max(one, other)] = tuple(sorted(straight))
-    return dataclasses.replace(machine, devices=devices, channels=channels)
+    return Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes)), coordinates
 
 
 def _placed(found: Description) -> tuple[Grid, Coordinates, list[str]]:
@@ -288,8 +266,7 @@ def _minus(intended: Description, found: Description) -> Machine:
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
     chips = {**whole.chips, **{at: found.chips[key] for key, at in here.items() if found.chips[key].ports}}
-    machine = Machine(mesh, found.format, found.file, chips, hardware, tuple(notes))
-    return _addressed(machine, found, here)
+    return Machine(mesh, found.format, found.file, chips, hardware, tuple(notes))
 
 
 def _moved(found: Description, intended: Description, grid: Grid, coordinates: Coordinates) -> list[str]:

@@ -26,7 +26,7 @@ from meshmend.errors import CollectiveError, Coordinate, ParameterError, Payload
 from meshmend.launch.cables import CableWatch, address_of
 from meshmend.topology import Mesh, cut_into_tiles
 from meshmend.torch.lost import Reports
-from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
+from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors, with_rates
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import check_tensor, device_of, kind_of
@@ -86,7 +86,7 @@ class MeshBackend(GlooBased):
                 timeout,
                 self._reports,
                 self._watch,
-                lambda cables: mesh_of(self.chips, self.live.with_failures(failed_cables=cables)),
+                lambda rates: mesh_of(self.chips, with_rates(self.live, rates)),
             )
         elif size > 1 and rank == 0:
             _warn_once(
@@ -97,7 +97,7 @@ class MeshBackend(GlooBased):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the members form, without the cables that have died since; None where they form none."""
+        """The mesh that the members form, with what is known of its cables by now; None where they form none."""
         return self._mesh if self.mesh_group is None else self.mesh_group.mesh
 
     @property

@@ -145,7 +145,8 @@ class Channel:
         is_ours = self.error is not None  # whoever closes a group on purpose has lost no chip
         found = None if self._reports is None or is_ours else self._reports.find(waited)
         dead = "".join(f"; {DEAD_CABLE.format(name_cable(cable))}" for cable in sorted(self.dead_cables()))
-        lost = LostChipError(own, waited[0], mesh_name, f"{error}{dead}", lost=found)
+        known = "" if self._reports is None else self._reports.known
+        lost = LostChipError(own, waited[0], mesh_name, f"{error}{dead}{known}", lost=found)
         self.fail(lost)
         return lost
 

@@ -55,7 +55,7 @@ def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:
 
 def reduce_tensors(
     tensors: Sequence[torch.Tensor],
-    run: Callable[..., None],
+    run: Callable[..., object],
     op: Any,
     names: Any = None,
     *,

@@ -10,6 +10,7 @@ Made for Gloo. It works with any group whose `send` and `recv` match messages by
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any
@@ -139,8 +140,10 @@ class Engine:
 
     def run(
         self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str, *, timeout: timedelta | None = None
-    ) -> None:
+    ) -> float:
         """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved.
+
+        Return the seconds that messages took, without the wait for members that came late.
 
         `words` say what the payload is, and members agree on them. After a reduce-scatter, chunks that this chip does
         not own are scratch: partial sums that mean nothing.
@@ -155,7 +158,7 @@ class Engine:
                 staged.wait()
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline, hears_news=True)
-            combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
+            combine, started = torch.Tensor.copy_ if kind is None else combine_of(kind), time.monotonic()
             try:
                 ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, staged).go()
             except TransportError as error:
@@ -163,6 +166,7 @@ class Engine:
             except BaseException as error:
                 self._break(error)
                 raise
+            took_s = time.monotonic() - started
             if kind == dist.ReduceOp.AVG:
                 n_chips = self.schedule.mesh.n_chips
                 if staged is not None:
@@ -170,6 +174,7 @@ class Engine:
                 for first, last in self._sums(flat.numel()) if staged is None else ():
                     flat[first:last] /= n_chips
             overwrite(payload, flat)
+        return took_s
 
     def _stage(self, flat: Flat, kind: Any) -> Staged:
         """Begin to copy a payload from its device: all of it, or this chip's own chunks where payloads are only moved.

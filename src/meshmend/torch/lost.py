@@ -15,7 +15,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from meshmend.errors import Coordinate
+from meshmend.errors import Coordinate, name_chip
+from meshmend.launch.cables import answering
 from meshmend.topology import parse_chip
 
 SILENCE_S = 1.0
@@ -32,8 +33,8 @@ STARTED = time.time()
 class Reports:
     """The reports of a job's chips, in a store that its groups share. `first` is the chip of the job's rank 0.
 
-    A TCP store is kept by the process of rank 0, unless torchrun's agent keeps it: one that does not answer says that
-    this process is lost.
+    A TCP store is kept by the process of rank 0, unless torchrun's agent keeps it. One that does not answer says that
+    this process is lost, if its host answers.
     """
 
     def __init__(self, store: dist.Store, own: Coordinate, first: Coordinate | None) -> None:
@@ -43,6 +44,9 @@ class Reports:
             store = store.underlying_store
         is_kept = isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._keeper = first if is_kept else None
+        self._kept = store
+        self.known = ""
+        """What else the last search has shown."""
         self._reported_at = -FRESH_S
 
     @classmethod
@@ -72,7 +76,10 @@ class Reports:
         thread.join(LIMIT_S)
         if found and self._own == self._keeper:
             time.sleep(SILENCE_S)  # the others are still reading
-        return found[0] if found else self._keeper
+        if found or self._keeper is None or answering([self._kept.host], hops=64, port=self._kept.port):
+            return found[0] if found else self._keeper
+        self.known = f"; the store at chip {name_chip(self._keeper)} does not answer: its host or the way there is lost"
+        return None
 
     def _search(self, waited: Sequence[Coordinate]) -> Coordinate | None:
         if time.time() - self._reported_at >= FRESH_S:  # what comes soon after a report follows from it

@@ -33,6 +33,7 @@ from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.backend import MeshBackend
 from meshmend.torch.mesh_group import MeshGroup
+from meshmend.torch.slow import Lane, lanes_of
 
 SHORT, LONG, LONGEST = 2**8, 2**16, 2**22
 """Bytes of a message: so few that bytes do not count; and at first, and at most, so many that they do."""
@@ -42,9 +43,6 @@ FEW_STEPS, SOME_STEPS, MOST_STEPS = 2, 10, 400
 TARGET_S = 0.1
 """What a loop of many steps takes, about."""
 REPEAT = 3
-
-Lane = tuple[tuple[int, int], ...]
-"""Pairs of neighbours that exchange messages, each chip in one of them at most."""
 
 
 def measure(*, file: str | Path | None = None) -> Hardware:
@@ -106,7 +104,7 @@ def _hardware(costs: FittedCosts, lanes: int, how: str, cores: int | None) -> Ha
 
 def _run_loops(mesh: Mesh, members: MeshGroup) -> tuple[int, list[TimedLoop]]:
     """Return the number of hosts, and the times of loops that all members run."""
-    lanes = _lanes(mesh)
+    lanes = lanes_of(mesh, thirds=False) or lanes_of(mesh)
     hosts = len(set(members.exchange("hosts", _host())))
 
     def timed(n_lanes: int, message_bytes: int, steps: int) -> TimedLoop:
@@ -145,23 +143,6 @@ def _longer(few: TimedLoop, many: TimedLoop) -> TimedLoop:
     bucket of tokens, buffers), so that a loop of two steps would find it too fast.
     """
     return replace(many, steps=many.steps - few.steps, seconds=max(many.seconds - few.seconds, 1e-6), starts=0)
-
-
-def _lanes(mesh: Mesh) -> list[Lane]:
-    """Return disjoint pairs of neighbours, a lane for every second cable along each axis, those with none left out."""
-    found = []
-    for axis in range(mesh.n_axes):
-        for odd in (0, 1):
-            used: set[int] = set()
-            pairs = []
-            for rank in range(mesh.n_chips):
-                other = int(mesh.neighbours[rank, 2 * axis])
-                if other >= 0 and mesh.chip(rank)[axis] % 2 == odd and not used & {rank, other}:
-                    pairs.append((rank, other))
-                    used |= {rank, other}
-            if pairs:
-                found.append(tuple(pairs))
-    return found
 
 
 def _loop(mesh: Mesh, lanes: Sequence[Lane], steps: int) -> Schedule:

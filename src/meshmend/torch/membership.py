@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 
 import torch.distributed as dist
 
@@ -91,6 +92,18 @@ def survivors(whole: Mesh, members: Sequence[MemberInfo]) -> Mesh:
     here = {member.chip for member in members}
     left = whole.fail(*(chip for chip in map(whole.chip, range(whole.n_chips)) if chip not in here))
     return left.with_failures(failed_cables=frozenset[Cable]().union(*(member.cables for member in members)))
+
+
+def with_rates(mesh: Mesh, rates: Mapping[str, Fraction]) -> Mesh:
+    """Return a mesh some of whose cables have at most these rates; those at 0 have failed.
+
+    >>> with_rates(Mesh("2x2", cable_rates={"0,0-0,1": "1/4"}), {"0,0-0,1": Fraction(1, 2), "0,0-1,0": Fraction(0)})
+    Mesh(2x2 minus 1 cable with 1 slow cable: 4 chips)
+    """
+    known = {name_cable(cable): rate for cable, rate in mesh.cable_rates.items()}
+    lower = {name: min(rate, known.get(name, rate)) for name, rate in rates.items()}
+    failed, cables = mesh.holes, mesh.failed_cables
+    return Mesh(mesh.shape, wrap=mesh.wrap, failed=failed, failed_cables=cables, cable_rates=known | lower)
 
 
 def neighbours(mesh: Mesh, own: MemberInfo, members: Sequence[MemberInfo]) -> dict[Coordinate, str]:

@@ -7,8 +7,9 @@ Members number themselves as the group does; plans number chips. `members[r]` is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from meshmend.errors import Coordinate, MeshmendError, PlanError
 from meshmend.launch.cables import CableWatch, tell, told
 from meshmend.schedule import Collective, Schedule
-from meshmend.topology import Cable, Mesh
-from meshmend.torch.channel import Channel, Deadline, NewsError, TransportError
+from meshmend.topology import Mesh
+from meshmend.torch.channel import FLAGGED, QUIET, Channel, Deadline, NewsError, TransportError
 from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.lost import Reports
@@ -27,6 +28,7 @@ from meshmend.torch.payload import NAMES, combine_of, describe, overwrite
 from meshmend.torch.plans import Plans
 from meshmend.torch.program import compile_program
 from meshmend.torch.run import ProgramRun
+from meshmend.torch.slow import PATIENCE, Pace, find_rates
 from meshmend.torch.work import Worker
 
 T = TypeVar("T")
@@ -37,7 +39,8 @@ class MeshGroup:
     """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller.
 
     `chips[m]` is the chip of member m, in the coordinates of the whole machine; `reports` finds a lost one. `watch` has
-    news of this chip's cables, and `without` returns the members' mesh without some cables, None where they form none.
+    news of this chip's cables. `with_rates` returns the members' mesh for the rates of some cables of the machine, 0
+    for dead ones; None where they form none.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class MeshGroup:
         timeout: timedelta,
         reports: Reports | None = None,
         watch: CableWatch | None = None,
-        without: Callable[[frozenset[str]], Mesh | None] = lambda _: None,
+        with_rates: Callable[[Mapping[str, Fraction]], Mesh | None] = lambda _: None,
     ) -> None:
         self.mesh = self._formed = mesh
         self.members = tuple(sorted(range(len(chips)), key=chips.__getitem__))
@@ -61,12 +64,14 @@ class MeshGroup:
         self._plans = plans
         self._engines: dict[tuple[object, ...], Engine] = {}
         self._worker = Worker(self._channel)
-        self._without = without
-        self._told: frozenset[Cable] = frozenset()
-        """The dead cables that this member has told the others."""
-        if watch is not None:
-            self._channel.dead_cables = lambda: watch.dead
-            self._channel.has_news = lambda: watch.dead != self._told
+        self._with_rates = with_rates
+        self._chips = chips
+        self._watch = watch = watch or CableWatch(chips[self._member])
+        self._pace = Pace()
+        self._told: dict[str, Fraction] = {}
+        """The rates of dead and slow cables that this member has told the others."""
+        self._channel.dead_cables = lambda: watch.dead
+        self._channel.has_news = lambda: watch.rates != self._told or self._is_due()
 
     def start(
         self, job: Callable[[], list[torch.Tensor]], device: torch.device | None = None
@@ -212,26 +217,49 @@ class MeshGroup:
                 self._change(self._formed)  # a detour is slower than a plan around a cable, and faster than none
                 continue
             try:
-                return engine.run(payload, kind, words, **named)
+                self._pace.note(key, engine.run(payload, kind, words, **named), time.monotonic())
+                return
             except NewsError:
                 self._hear()
 
-    def _hear(self) -> None:
-        """Tell all members which of this chip's cables are dead, and leave out what any of them has told.
+    def _is_due(self) -> bool:
+        """Return whether this member asks for its group's cables to be measured."""
+        return len(self._watch.answering) > 0 and self._formed.n_cables > 1 and self._pace.is_due(time.monotonic())
 
-        All do this at the same place among their calls, and from the same words: so they plan for the same mesh.
+    def _hear(self) -> None:
+        """Tell all members which of this chip's cables are dead or slow, and plan for what any of them has told.
+
+        All do this at the same place among their calls, and from the same words: so they plan for the same mesh. Where
+        any member asks for it, they measure their cables.
         """
-        self._told = frozenset(self._channel.dead_cables())
-        words = tell(self._told)
-        cables = told(self._now(lambda channel, deadline: channel.gather("dead cables", words, deadline)))
-        mesh = self._without(cables) if cables else None
+        self._told = self._watch.rates
+        words = tell(self._told) + (FLAGGED if self._is_due() else QUIET)
+        heard = self._now(lambda channel, deadline: channel.gather("rates of cables", words, deadline))
+        rates = told(word[:-1] for word in heard)
+        if any(word.endswith(FLAGGED) for word in heard):
+            self._measure(rates)
+        mesh = self._with_rates(rates) if rates else None
         # Where too little is left, messages that were to take a dead cable make a detour.
         self._change(mesh if mesh is not None and mesh.is_connected else self._formed)
+
+    def _measure(self, known: dict[str, Fraction]) -> None:
+        """Measure the group's cables with all members. What a cable's ends learn, they tell before the next call."""
+        started = time.monotonic()
+        dead = {name: rate for name, rate in known.items() if rate == 0}
+        mesh, rates = self._with_rates(dead) if dead else self._formed, known
+        if mesh is not None:
+            answering, timeout = self._watch.answering, max(self.timeout, PATIENCE)
+            find = partial(find_rates, mesh, self.members, self._chips, known, answering, timeout)
+            rates = self._now(lambda channel, _: find(channel))
+            self._watch.learn(rates)
+        now = time.monotonic()
+        self._pace.measured(now, now - started, has_changed=rates != known)
 
     def _change(self, mesh: Mesh) -> None:
         if mesh != self.mesh:
             self.mesh = mesh
             self._engines.clear()
+            self._pace.forget()
 
     def _engine(self, key: tuple[object, ...], plan: Callable[[], Any]) -> Engine:
         """Return the engine for a collective and a size of payload; made at most once, in the background thread."""

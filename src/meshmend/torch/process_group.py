@@ -32,7 +32,7 @@ from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
 from meshmend.torch.collective import check_tensors
-from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors
+from meshmend.torch.membership import MemberInfo, introduce, neighbours, survivors, with_rates
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
 from meshmend.torch.options import MeshOptions
 from meshmend.torch.payload import device_of, kind_of
@@ -116,7 +116,7 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh with the hole that the members leave, without the cables that have died since."""
+        """The mesh with the hole that the members leave, and what is known of its cables by now."""
         if self._mesh is None:
             raise MeshError(f"Chip {name_chip(self.chip)} has no mesh until torchft has formed its group.")
         group = self._group
@@ -178,7 +178,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             self._plans,
             self._timeout,
             watch=self._watch,
-            without=lambda cables: mesh.with_failures(failed_cables=cables),
+            with_rates=lambda rates: with_rates(mesh, rates),
         )
         self._watch.begin(own.address, neighbours(mesh, own, members))
         with self._guard:

@@ -12,9 +12,9 @@ from meshmend.cli.options import IntendedOption, JsonOption, OptionalPayloadOpti
 from meshmend.cli.terminal import plain, print_line, print_rows, working
 from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
-from meshmend.machines import read_machine
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend_lab.tenstorrent import RuntimeComparison, compare_with_runtime
+from meshmend_lab.tenstorrent.numbered import read_numbered
 from meshmend_lab.tenstorrent.runtime import PYTHON_VARIABLE
 
 
@@ -32,7 +32,7 @@ def command(
     Example: meshmend lab machine today.yaml --intended healthy.yaml
     """
     payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
-    machine = read_machine(file, intended=intended)
+    machine = read_numbered(file, intended=intended)
     if not machine.devices:
         raise ParameterError(
             f"{file} is a {machine.format}, and only the runtime of Tenstorrent's machines is known. Give a cluster "

@@ -11,9 +11,9 @@ import typer
 from meshmend.cli.common import check_output, print_result
 from meshmend.cli.options import IntendedOption, JsonOption
 from meshmend.cli.terminal import plain, working
-from meshmend.machines import read_machine
 from meshmend.schedule.serialize import load
 from meshmend_lab.tenstorrent import chip_programs
+from meshmend_lab.tenstorrent.numbered import read_numbered
 
 
 def command(
@@ -34,7 +34,7 @@ def command(
     check_output("--output", output, [".json"])
     schedule = load(plan)
     with working("proving and writing", json):
-        programs = chip_programs(schedule, read_machine(machine, intended=intended))
+        programs = chip_programs(schedule, read_numbered(machine, intended=intended))
         output.write_text(dumps(programs), encoding="utf-8")
     facts = {"file": str(output), "planner": schedule.planner, "steps": schedule.n_steps}
     shown = {"file": plain(output), "devices": f"{len(programs['chips']):,}", "steps": f"{schedule.n_steps:,}"}

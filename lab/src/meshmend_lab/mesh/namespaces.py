@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from meshmend.cost import Hardware
 from meshmend.errors import Coordinate
 from meshmend.topology import Cable, Mesh, Region, name_shape
+from meshmend.topology.rates import RateLike
 from meshmend_lab.errors import LabError
 from meshmend_lab.mesh import delay as delays
 from meshmend_lab.mesh import description, journal
@@ -186,6 +187,29 @@ class Lab:
             replace(record, mesh=left.mesh).write()
         return left
 
+    def slow(self, rates: Mapping[Cable | str, RateLike]) -> Lab:
+        """Give cables other rates, as parts of the lab's, and all others that. Return the lab with them.
+
+        The machine file stays as it is: nobody tells the processes.
+        """
+        mesh = Mesh(
+            self.mesh.shape,
+            wrap=self.mesh.wrap,
+            failed=self.mesh.holes,
+            failed_cables=self.mesh.failed_cables,
+            cable_rates=rates,
+        )
+        changed = replace(self, mesh=mesh)
+        with self._locked() as commands:
+            record = Journal.read(self.name)
+            if record is None:
+                raise LabError(f"Lab {self.name!r} is down.")
+            for rank in range(mesh.n_chips):
+                lines = changed._limits(rank, "replace")
+                commands.run("tc", "-n", self.namespace(mesh.chip(rank)), "-batch", "-", lines=lines)
+            replace(record, mesh=mesh).write()
+        return changed
+
     def renew(self) -> None:
         """Set the routes for the mesh as it is now, as a routing daemon would."""
         with self._locked() as commands:
@@ -301,7 +325,7 @@ class Lab:
         if self.delay is not None:
             delays.connect(commands, self.delay_namespace, len(cables), self.delay, MTU)
 
-    def _limits(self, rank: int) -> list[str]:
+    def _limits(self, rank: int, how: str = "add") -> list[str]:
         """Return what holds the links of a chip to their rates: a slow cable has its part of the lab's."""
         limits = []
         for direction in np.flatnonzero(self.mesh.neighbours[rank] >= 0).tolist():
@@ -310,7 +334,7 @@ class Lab:
             # All that an idle link sends at once: with more, short messages would be faster than on any such cable.
             burst = MTU + ETHERNET + round(LATE_S * self.rate_bytes_per_s * part)
             end = self._interfaces[direction]
-            limits.append(f"qdisc add dev {end} root tbf rate {rate} burst {burst} latency {QUEUE}")
+            limits.append(f"qdisc {how} dev {end} root tbf rate {rate} burst {burst} latency {QUEUE}")
         return limits
 
     def _route(self, commands: Commands) -> None:

@@ -12,10 +12,10 @@ from importlib import resources
 from typing import Any
 
 from meshmend.errors import MachineError, ScheduleError, name_chip
-from meshmend.machines import Machine
 from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.schedule import Schedule
 from meshmend.schedule.verify import ensure_proven
+from meshmend_lab.tenstorrent.numbered import NumberedMachine
 
 FORMAT, VERSION = "meshmend chip programs", 1
 DIRECTIONS = ("S", "N", "E", "W")
@@ -25,7 +25,7 @@ MOST_TRANSFERS = 2**18
 """More would be a file of more than 50 MB."""
 
 
-def chip_programs(schedule: Schedule, machine: Machine) -> dict[str, Any]:
+def chip_programs(schedule: Schedule, machine: NumberedMachine) -> dict[str, Any]:
     """Return an all-reduce between neighbours as one program per device of a machine, ready to be written as JSON.
 
     The schedule is one for the machine's mesh, or for less of it; it is proven first. Raises `MachineError` if the
@@ -33,7 +33,7 @@ def chip_programs(schedule: Schedule, machine: Machine) -> dict[str, Any]:
 
     >>> import meshmend as mm
     >>> pair = mm.Mesh("1x2")
-    >>> machine = Machine(pair, "two chips", "mine", {}, devices={(0, 0): 4, (0, 1): 5})
+    >>> machine = NumberedMachine(pair, "two chips", "mine", {}, devices={(0, 0): 4, (0, 1): 5})
     >>> programs = chip_programs(mm.plan(pair, mm.planning.Weave(chunks=1)), machine)
     >>> programs["chips"][0]["program"][0]
     {'step': 0, 'sends': [], 'receives': [{'from': 5, 'direction': 'E', 'first_chunk': 0, 'chunks': 1, 'op': 'add'}]}
@@ -99,7 +99,7 @@ def chip_programs_schema() -> dict[str, Any]:
     return found
 
 
-def _check(schedule: Schedule, machine: Machine) -> None:
+def _check(schedule: Schedule, machine: NumberedMachine) -> None:
     mesh = schedule.mesh
     if not machine.devices:
         raise MachineError(
@@ -133,7 +133,7 @@ def _check(schedule: Schedule, machine: Machine) -> None:
         )
 
 
-def _channels(machine: Machine, here: tuple[int, ...], there: tuple[int, ...]) -> list[list[int]]:
+def _channels(machine: NumberedMachine, here: tuple[int, ...], there: tuple[int, ...]) -> list[list[int]]:
     """Return the channels between two neighbours, each by its number here and there."""
     ends = machine.channels.get((min(here, there), max(here, there)), ())
     return [list(end if here < there else end[::-1]) for end in ends]

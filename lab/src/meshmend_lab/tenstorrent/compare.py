@@ -12,9 +12,9 @@ from functools import cache
 
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware
 from meshmend.cost.predict import predict
-from meshmend.machines import Machine
 from meshmend.planning import plan
 from meshmend.topology import Mesh
+from meshmend_lab.tenstorrent.numbered import NumberedMachine
 from meshmend_lab.tenstorrent.runtime import RuntimeAnswer, answer_of
 
 
@@ -44,7 +44,7 @@ class RuntimeComparison:
 
 
 def compare_with_runtime(
-    machine: Machine, payload_bytes: float, hardware: str | Hardware | None = None
+    machine: NumberedMachine, payload_bytes: float, hardware: str | Hardware | None = None
 ) -> RuntimeComparison:
     """Return the meshes that Tenstorrent's runtime opens on a machine, and what is left of it, with predicted times."""
     answer, priced = answer_of(machine), hardware or machine.hardware or DEFAULT_HARDWARE

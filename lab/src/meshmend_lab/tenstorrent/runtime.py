@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from meshmend.errors import Coordinate, MachineError
-from meshmend.machines.machine import Machine
 from meshmend.topology import Mesh
+from meshmend_lab.tenstorrent.numbered import NumberedMachine
 from meshmend_lab.tenstorrent.probe import MARK
 
 PYTHON_VARIABLE = "MESHMEND_TTNN"
@@ -65,7 +65,7 @@ class RuntimeAnswer:
     how: str
 
 
-def answer_of(machine: Machine) -> RuntimeAnswer | None:
+def answer_of(machine: NumberedMachine) -> RuntimeAnswer | None:
     """Return what the runtime opens on a machine: as measured, else as it answers now; None if neither is possible.
 
     Asking needs a Python with `ttnn`: this one, or the one that MESHMEND_TTNN names.
