@@ -42,9 +42,9 @@ class Reports:
         self._own = own
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        is_kept = isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._keeper = first if is_kept else None
-        self._kept = store
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._kept = store if isinstance(store, dist.TCPStore) and is_kept else None
+        self._keeper = None if self._kept is None else first
         self.known = ""
         """What else the last search has shown."""
         self._reported_at = -FRESH_S
@@ -76,10 +76,18 @@ class Reports:
         thread.join(LIMIT_S)
         if found and self._own == self._keeper:
             time.sleep(SILENCE_S)  # the others are still reading
-        if found or self._keeper is None or answering([self._kept.host], hops=64, port=self._kept.port):
+        if found or self._keeper is None or self._keeper_answers():
             return found[0] if found else self._keeper
         self.known = f"; the store at chip {name_chip(self._keeper)} does not answer: its host or the way there is lost"
         return None
+
+    def _keeper_answers(self) -> bool:
+        """Return whether the host of the store's process answers, also where it cannot be asked (IPv6, say)."""
+        assert self._kept is not None  # noqa: S101  # it has a keeper
+        try:
+            return bool(answering([self._kept.host], hops=64, port=self._kept.port))
+        except OSError:
+            return True
 
     def _search(self, waited: Sequence[Coordinate]) -> Coordinate | None:
         if time.time() - self._reported_at >= FRESH_S:  # what comes soon after a report follows from it
