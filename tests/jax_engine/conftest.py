@@ -79,7 +79,6 @@ def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[Non
         "jax_compilation_cache_dir": str(compiled),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_persistent_cache_enable_xla_caches": "none",  # their folder would be part of each program's key
     }
     before = {name: getattr(jax.config, name) for name in options}
     for settings in (options, before):
