@@ -94,7 +94,7 @@ class SavedSteps:
         fabric, is_writer = self.session.fabric, self.session.launch.process == 0
         with self.session.timeline.timed("compile") as facts:
             program, name = planned.install(fabric), self.name(fabric, planned)
-            content, why, loaded = "", self._why_unnamed, None
+            content, why, loaded = "", self._why_unnamed or _why_never(fabric, planned), None
             if name:
                 try:
                     body = self._read(name)
@@ -140,7 +140,8 @@ class SavedSteps:
         name = self.name(fabric, planned)
         if not name:
             self._compile(fabric, planned.install(fabric))
-            return {"why_not_saved": self._why_unnamed[:500]} if self._why_unnamed else {}
+            why = self._why_unnamed or (_why_never(fabric, planned) if self._key else "")
+            return {"why_not_saved": why[:500]} if why else {}
         with contextlib.suppress(_NotLoadedError):
             self._read(name)
             return {"saved": name}
@@ -171,7 +172,7 @@ class SavedSteps:
 
     def name(self, fabric: Fabric, planned: TrainingPlan) -> str:
         """Return the name of the file for a fabric; "" if nothing is saved."""
-        if not self._made_of:
+        if not self._made_of or _why_never(fabric, planned):
             return ""
         mesh = re.sub(r"[^\w.,@x]+", "-", str(fabric.mesh))[:60]
         digest = fingerprint(made_of=self._made_of, plan=planned.digest, fabric=_facts_of(fabric))
@@ -300,6 +301,12 @@ def _load(body: memoryview, fabric: Fabric, program: Program) -> CompiledTrainSt
         return CompiledTrainStep(program, layout, hlo, loaded["init"], loaded["step"])
     except Exception as error:  # whatever another version, another machine or a missing class raises
         raise _NotLoadedError(f"does not load: {type(error).__name__}: {error}") from error
+
+
+def _why_never(fabric: Fabric, planned: TrainingPlan) -> str:
+    """Return why no program of this plan may be loaded: on CPUs, XLA (JAX 0.10.2) mixes collectives of one."""
+    is_cpu = fabric.jax_mesh.devices.flat[0].platform == "cpu"
+    return "sharded updates are compiled anew on CPUs" if is_cpu and planned.update == "sharded" else ""
 
 
 def shapes_of(tree: Any) -> Any:
