@@ -411,13 +411,16 @@ def test_a_job_that_starts_again_traces_nothing(tmp_path: Path) -> None:
 
 
 def test_a_sharded_update_is_compiled_anew_on_cpus(tmp_path: Path) -> None:
-    """XLA loads one such that its collectives mix: it aborts, or its sums are wrong."""
+    """XLA mixes up the collectives of one that it has loaded: it aborts, or sums are wrong."""
     sharded = mmj.plan(small(), WEIGHTS, update="sharded")
     for _ in range(2):
         steps = steps_in(tmp_path)
         steps.start(sharded)
         assert said(steps)["why_not_loaded"].endswith("sharded updates are compiled anew on CPUs")
         steps.keep_own()
+        assert steps.prepare(steps.session.fabric, sharded) == {
+            "why_not_saved": "sharded updates are compiled anew on CPUs"
+        }
     assert not list(tmp_path.glob("*.program"))
 
 

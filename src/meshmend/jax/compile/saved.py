@@ -137,11 +137,12 @@ class SavedSteps:
 
     def prepare(self, fabric: Fabric, planned: TrainingPlan) -> dict[str, Any]:
         """Compile for a fabric that the job may be left with, and save it, unless that was done; return facts."""
+        if why_never := _why_never(fabric, planned):
+            return {"why_not_saved": why_never}  # what JAX's cache has would be loaded no better
         name = self.name(fabric, planned)
         if not name:
             self._compile(fabric, planned.install(fabric))
-            why = self._why_unnamed or (_why_never(fabric, planned) if self._key else "")
-            return {"why_not_saved": why[:500]} if why else {}
+            return {"why_not_saved": self._why_unnamed[:500]} if self._why_unnamed else {}
         with contextlib.suppress(_NotLoadedError):
             self._read(name)
             return {"saved": name}
@@ -304,7 +305,7 @@ def _load(body: memoryview, fabric: Fabric, program: Program) -> CompiledTrainSt
 
 
 def _why_never(fabric: Fabric, planned: TrainingPlan) -> str:
-    """Return why no program of this plan may be loaded: on CPUs, XLA (JAX 0.10.2) mixes collectives of one."""
+    """Return why a step is never loaded: on CPUs, XLA (JAX 0.10.2) mixes up the collectives of a sharded update."""
     is_cpu = fabric.jax_mesh.devices.flat[0].platform == "cpu"
     return "sharded updates are compiled anew on CPUs" if is_cpu and planned.update == "sharded" else ""
 
