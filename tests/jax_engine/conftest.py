@@ -20,13 +20,12 @@ if version("jax").startswith("0.10."):  # later ones may have no such flags
 pages and examples, which run in processes of their own, have XLA as users have it, and so have all tests where
 XLA_OPTIMIZER=on: `.ci/nightly` sets that."""
 
-COMPILED_ANEW = (
-    *("compile", "session", "test_cache.py", "test_compiler_options.py"),
-    *("test_stored_shards.py", "test_fused_update.py", "test_by_name.py"),
-)
-"""Folders and modules of tests about compiling itself: they count compilations, or save what was compiled, which for
-CPUs cannot be a program that came from JAX's cache. And modules with sharded updates within one all-reduce: on CPUs XLA
-loads these such that their collectives mix, and aborts now and then (JAX 0.10.2)."""
+ABOUT_COMPILING = ("compile", "session", "test_cache.py", "test_compiler_options.py")
+"""Folders and modules of tests that count compilations, or save what was compiled, which for CPUs cannot be a program
+that came from JAX's cache."""
+NEVER_LOADED = ("test_stored_shards.py", "test_fused_update.py", "test_by_name.py")
+"""Modules with updates within an all-reduce: on CPUs, XLA (JAX 0.10.2) mixes up the collectives of one that it has
+loaded, and aborts now and then."""
 
 
 def flags() -> str:
@@ -72,7 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
     """Keep compiled programs on disk: one that was compiled before, by another test or in a run before, is loaded."""
-    if {request.path.name, request.path.parent.name} & {*COMPILED_ANEW}:
+    if {request.path.name, request.path.parent.name} & {*ABOUT_COMPILING, *NEVER_LOADED}:
         yield
         return
     import jax
