@@ -23,9 +23,6 @@ XLA_OPTIMIZER=on: `.ci/nightly` sets that."""
 ABOUT_COMPILING = ("compile", "session", "test_cache.py", "test_compiler_options.py")
 """Folders and modules of tests that count compilations, or save what was compiled, which for CPUs cannot be a program
 that came from JAX's cache."""
-NEVER_LOADED = ("test_stored_shards.py", "test_fused_update.py", "test_by_name.py")
-"""Modules with updates within an all-reduce: on CPUs, XLA (JAX 0.10.2) mixes up the collectives of one that it has
-loaded, and aborts now and then."""
 
 
 def flags() -> str:
@@ -71,7 +68,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
     """Keep compiled programs on disk: one that was compiled before, by another test or in a run before, is loaded."""
-    if {request.path.name, request.path.parent.name} & {*ABOUT_COMPILING, *NEVER_LOADED}:
+    if {request.path.name, request.path.parent.name} & {*ABOUT_COMPILING}:
         yield
         return
     import jax
@@ -82,6 +79,7 @@ def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[Non
         "jax_compilation_cache_dir": str(compiled),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",  # their folder would be part of each program's key
     }
     before = {name: getattr(jax.config, name) for name in options}
     for settings in (options, before):

@@ -51,7 +51,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def planned() -> TrainingPlan:
-    return mmj.plan(small(), WEIGHTS, planner="hamiltonian")
+    return mmj.plan(small(), WEIGHTS, update="sharded", planner="hamiltonian")
 
 
 def small() -> Fabric:
@@ -139,7 +139,7 @@ def test_a_loaded_step_is_the_same_and_nothing_is_traced(
     planned: TrainingPlan, saved: tuple[bytes, str, bytes], tmp_path: Path
 ) -> None:
     put(tmp_path, saved)
-    assert saved[1].startswith(f"3x4.replicated.jax-{jax.__version__}.")
+    assert saved[1].startswith(f"3x4.sharded.jax-{jax.__version__}.")
     steps = steps_in(tmp_path)
     with traced() as found:
         compiled = steps.start(planned)
@@ -343,7 +343,7 @@ def test_programs_may_be_in_a_bucket(planned: TrainingPlan, monkeypatch: pytest.
     bits = train(first.start(planned))
     assert "was not saved" in said(first)["why_not_loaded"]
     first.keep_own()
-    assert first.session.timeline.events[-1]["saved"].startswith("3x4.replicated.")
+    assert first.session.timeline.events[-1]["saved"].startswith("3x4.sharded.")
     again = steps_in(bucket)
     assert train(again.start(planned)) == bits
     assert said(again)["loaded"] == first.session.timeline.events[-1]["saved"]
@@ -402,34 +402,21 @@ def run_job(shared: Path, steps: int, update: str, *, key: bytes = KEY) -> Any:
 
 
 @pytest.mark.slow
-def test_a_job_that_starts_again_traces_nothing(tmp_path: Path) -> None:
-    run_job(tmp_path / "shared", 6, "replicated")
-    again = run_job(tmp_path / "shared", 12, "replicated")
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_a_job_that_starts_again_traces_nothing(tmp_path: Path, update: str) -> None:
+    run_job(tmp_path / "shared", 6, update)
+    again = run_job(tmp_path / "shared", 12, update)
     assert again["compiled"] == []
     assert "loaded" in again["events"][0]
-    assert again["params"] == run_job(tmp_path / "undisturbed", 12, "replicated")["params"]
-
-
-def test_a_sharded_update_is_compiled_anew_on_cpus(tmp_path: Path) -> None:
-    """XLA mixes up the collectives of one that it has loaded: it aborts, or sums are wrong."""
-    sharded = mmj.plan(small(), WEIGHTS, update="sharded")
-    for _ in range(2):
-        steps = steps_in(tmp_path)
-        steps.start(sharded)
-        assert said(steps)["why_not_loaded"].endswith("sharded updates are compiled anew on CPUs")
-        steps.keep_own()
-        assert steps.prepare(steps.session.fabric, sharded) == {
-            "why_not_saved": "sharded updates are compiled anew on CPUs"
-        }
-    assert not list(tmp_path.glob("*.program"))
+    assert again["params"] == run_job(tmp_path / "undisturbed", 12, update)["params"]
 
 
 @pytest.mark.slow
 def test_a_job_with_another_key_saves_a_program_of_its_own(tmp_path: Path) -> None:
     """What it compiles comes from no cache: XLA's programs for CPUs cannot be written again once they were read."""
-    run_job(tmp_path / "shared", 6, "replicated")
+    run_job(tmp_path / "shared", 6, "sharded")
     (tmp_path / "shared" / "kept.json").unlink()  # the state of the first run has the other key's signature
-    other = run_job(tmp_path / "shared", 12, "replicated", key=bytes(32))
+    other = run_job(tmp_path / "shared", 12, "sharded", key=bytes(32))
     assert "another key" in other["events"][0]["why_not_loaded"]
-    last = run_job(tmp_path / "shared", 18, "replicated", key=bytes(32))
+    last = run_job(tmp_path / "shared", 18, "sharded", key=bytes(32))
     assert (last["compiled"], "loaded" in last["events"][0]) == ([], True)

@@ -94,7 +94,7 @@ class SavedSteps:
         fabric, is_writer = self.session.fabric, self.session.launch.process == 0
         with self.session.timeline.timed("compile") as facts:
             program, name = planned.install(fabric), self.name(fabric, planned)
-            content, why, loaded = "", self._why_unnamed or _why_never(fabric, planned), None
+            content, why, loaded = "", self._why_unnamed, None
             if name:
                 try:
                     body = self._read(name)
@@ -137,8 +137,6 @@ class SavedSteps:
 
     def prepare(self, fabric: Fabric, planned: TrainingPlan) -> dict[str, Any]:
         """Compile for a fabric that the job may be left with, and save it, unless that was done; return facts."""
-        if why_never := _why_never(fabric, planned):
-            return {"why_not_saved": why_never}  # what JAX's cache has would be loaded no better
         name = self.name(fabric, planned)
         if not name:
             self._compile(fabric, planned.install(fabric))
@@ -173,7 +171,7 @@ class SavedSteps:
 
     def name(self, fabric: Fabric, planned: TrainingPlan) -> str:
         """Return the name of the file for a fabric; "" if nothing is saved."""
-        if not self._made_of or _why_never(fabric, planned):
+        if not self._made_of:
             return ""
         mesh = re.sub(r"[^\w.,@x]+", "-", str(fabric.mesh))[:60]
         digest = fingerprint(made_of=self._made_of, plan=planned.digest, fabric=_facts_of(fabric))
@@ -302,12 +300,6 @@ def _load(body: memoryview, fabric: Fabric, program: Program) -> CompiledTrainSt
         return CompiledTrainStep(program, layout, hlo, loaded["init"], loaded["step"])
     except Exception as error:  # whatever another version, another machine or a missing class raises
         raise _NotLoadedError(f"does not load: {type(error).__name__}: {error}") from error
-
-
-def _why_never(fabric: Fabric, planned: TrainingPlan) -> str:
-    """Return why a step is never loaded: on CPUs, XLA (JAX 0.10.2) mixes up the collectives of a sharded update."""
-    is_cpu = fabric.jax_mesh.devices.flat[0].platform == "cpu"
-    return "sharded updates are compiled anew on CPUs" if is_cpu and planned.update == "sharded" else ""
 
 
 def shapes_of(tree: Any) -> Any:

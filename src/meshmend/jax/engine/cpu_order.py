@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from meshmend.jax.engine.fabric import Fabric
 from meshmend.jax.engine.jaxprs import InnerJaxpr, carried_operands, equations, inner_jaxprs, interpret
 from meshmend.jax.engine.loops import hidden_zero
+from meshmend.jax.engine.program import Program
 
 COLLECTIVES = {
     *("ppermute", "psum", "psum_invariant", "pmin", "pmax", "all_gather", "all_gather_invariant", "reduce_scatter"),
@@ -33,8 +34,19 @@ LOOPS = ("scan", "while", "cond")
 
 
 def in_order(function: Callable[..., Any], fabric: Fabric) -> Callable[..., Any]:
-    """Return the function, with its collectives one after the other if the fabric's processes need that."""
-    return one_by_one(function) if mixes_messages(fabric) else function
+    """Return the function, with its collectives one after the other where they may mix: see `mixes_messages`.
+
+    Once XLA (JAX 0.10.2) has loaded a fused update, from a file or JAX's cache, they mix in one process, too.
+    """
+    if fabric.platform != "cpu":
+        return function
+
+    @wraps(function)
+    def run(*args: Any, **settings: Any) -> Any:
+        is_fused = any(isinstance(each, Program) and each.update == "fused" for each in args)
+        return (one_by_one(function) if is_fused or mixes_messages(fabric) else function)(*args, **settings)
+
+    return run
 
 
 def mixes_messages(fabric: Fabric) -> bool:
@@ -58,10 +70,7 @@ Values = list[Any]
 
 
 def _evaluate(closed: ClosedJaxpr | InnerJaxpr, given: Sequence[Any], before: Values) -> tuple[Values, Values]:
-    """Run the operations, those that communicate after `before` is there and one after the other.
-
-    Returns the results, and what is there once the last of them is complete.
-    """
+    """Run operations, those that communicate in order and after `before`; return results, and what the last one had."""
 
     def run(operation: JaxprEqn, operands: Values) -> Values:
         nonlocal before
@@ -157,9 +166,8 @@ def _shard_map(settings: dict[str, Any], closed: InnerJaxpr, operands: Values, b
 def _once_there(before: Values, operation: JaxprEqn, operands: Values) -> Values:
     """Return an operation's operands as they are, available only once `before` is.
 
-    A loop waits for all that it reads, so its integers are enough, where it has any, and an element of what it carries
-    on: the tables of a program, and its payload, which stays where it is. (A table alone is not, as it says nothing if
-    there is one chunk only.) A literal stands in the operation itself, and waits for nothing.
+    A loop waits for all that it reads. Its integers (a program's tables) are enough, if it has any, and an element of
+    what it carries (a payload, which stays where it is; of one chunk tables say nothing). A literal never waits.
     """
     if not before or _waits_anyway(before, operation, operands):
         return operands
