@@ -36,6 +36,7 @@ MODULES = (
     "flax.linen",
     "grain",
     "orbax.checkpoint",
+    "scipy.optimize",
     "scipy.sparse.csgraph",
     "meshmend.jax",
     "meshmend.jax.session",
