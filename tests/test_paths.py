@@ -48,7 +48,7 @@ def test_every_command_on_the_way_is_run_by_a_test_or_says_why_not(path: str) ->
             assert re.search(needs, block.reason), f"{block.name} is not run: {block.reason}"
 
 
-@pytest.mark.parametrize("path", ["run such a machine", "study collectives"])
+@pytest.mark.parametrize("path", ["run such a machine", pytest.param("study collectives", marks=pytest.mark.slow)])
 def test_the_quick_commands_on_the_way_run_in_order_in_one_folder(path: str, tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "work").mkdir()

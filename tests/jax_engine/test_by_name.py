@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax_engine.training_cases import (
 )
 from meshmend.errors import ParameterError
 from meshmend.jax.state.layout.state_layout import StateLayout
+from rows import others_slow
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (7,), "none": (0, 3), "scale": (), "w": (16, 12), "x": (3, 5)}
 LABELS = {"a": "slow", "none": "fast", "scale": "slow", "w": "fast", "x": "frozen"}
@@ -100,15 +102,11 @@ def batches(n_devices: int) -> list[Any]:
     return [np.full((n_devices, 1), 1.0 + i, np.float32) for i in range(3)]
 
 
-QUICK = ("masked", "clipped")
-CASES = [
-    pytest.param(name, kind, marks=[] if name in QUICK or kind == "sharded" else pytest.mark.slow)
-    for name in OPTIMIZERS
-    for kind in ("sharded", "fused", "fsdp")
-]
+CASES = [(name, kind) for name in OPTIMIZERS for kind in ("sharded", "fused", "fsdp")]
+QUICK = [("masked", "sharded"), ("clipped", "fused"), ("clipped", "fsdp")]
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(("name", "kind"), others_slow(CASES, quick=QUICK))
 def test_layers_are_told_apart_by_name_as_on_one_device(name: str, kind: str) -> None:
     ours, theirs = OPTIMIZERS[name]
     fabric, params = chips_of(*FABRIC), normal(SHAPES)
@@ -118,8 +116,13 @@ def test_layers_are_told_apart_by_name_as_on_one_device(name: str, kind: str) ->
     assert any(not np.array_equal(found.params[name], params[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "fused", "fsdp"])
-@pytest.mark.parametrize("stored", ["flat", "in tiles"])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    others_slow(
+        itertools.product(["sharded", "fused", "fsdp"], ["flat", "in tiles"]),
+        quick=[("sharded", "flat"), ("fused", "in tiles"), ("fsdp", "in tiles")],
+    ),
+)
 def test_whole_numbers_have_the_bits_of_one_device(kind: str, stored: str) -> None:
     """Two rates, and layers that are frozen, with bfloat16 among them."""
     params = {name: jnp.asarray(np.random.default_rng(0).integers(-9, 9, shape), jnp.float32)
@@ -261,7 +264,7 @@ def alone_by_label(labels: Any) -> Trained:
     return train_alone(loss_of_trees, start_of_trees(), by_label(labels, optax.clip_by_global_norm), batches(1))
 
 
-@pytest.mark.parametrize("labels", TREE_LABELS)
+@pytest.mark.parametrize("labels", others_slow(TREE_LABELS, quick=["both"]))
 @pytest.mark.parametrize("where", ["chips", pytest.param("tiles", marks=pytest.mark.slow)])
 def test_sharded_parameters_and_their_stacks_go_by_name(labels: str, where: str) -> None:
     """Around a hole."""
@@ -281,7 +284,7 @@ def test_sharded_parameters_and_their_stacks_go_by_name(labels: str, where: str)
     assert "in shards of MaskedNode()" in repr(moments["ends"])
 
 
-@pytest.mark.parametrize("labels", ["branches", "both"])
+@pytest.mark.parametrize("labels", others_slow(["branches", "both"], quick=["both"]))
 def test_the_state_of_sharded_parameters_is_kept_and_goes_on_on_other_chips(labels: str) -> None:
     optimizer = by_label(TREE_LABELS[labels], mmj.clip_by_global_norm)
     vectors: Any = None
@@ -303,7 +306,7 @@ def test_the_state_of_sharded_parameters_is_kept_and_goes_on_on_other_chips(labe
     check_close(mmj.fsdp.unshard_params(state[0], fabric, pair), alone.params, 2e-6, 1e-7)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "fused"])
+@pytest.mark.parametrize("kind", others_slow(["sharded", "fused"], quick=["fused"]))
 def test_branches_of_whole_parameters_may_have_one_label(kind: str) -> None:
     fabric, labels = chips_of(*FABRIC), TREE_LABELS["both"]
     program = program_of(fabric, kind)

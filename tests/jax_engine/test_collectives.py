@@ -22,14 +22,11 @@ from meshmend.planning import PLANNERS
 Tree = dict[str, Any]
 
 QUICK = (
-    "hamiltonian 4x4",
     "two-color, two run lengths",
     "row-pairs 4x4 - 2x2",
-    "trees 4x4",
     "weave 3-D, a cable lost",
-    "one-way ring",
 )
-"""One plan of each kind: each is three programs to compile."""
+"""Rings, trees, and lanes of several lengths: each plan is three programs to compile."""
 
 
 def payload(n_chips: int, n_chunks: int) -> Tree:

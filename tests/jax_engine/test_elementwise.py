@@ -15,6 +15,7 @@ from jax_engine.training_cases import BOTH, chips_of, matrices, tiles_of, train
 from meshmend.errors import ParameterError
 from meshmend.jax.train.optimizer_check import check_elementwise, updates_of
 from meshmend.jax.train.optimizers import layer_numbers
+from rows import others_slow
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -59,8 +60,17 @@ ALIKE = {
     "ours, injected": optax.inject_hyperparams(mmj.lamb)(learning_rate=DECAY),
 }
 
+QUICK = [
+    "several steps in one",
+    "on a condition",
+    "reduce on plateau",
+    "schedule-free",
+    "ours, clipped",
+    "ours, injected",
+]
 
-@pytest.mark.parametrize("name", ALIKE)
+
+@pytest.mark.parametrize("name", others_slow(ALIKE, quick=QUICK))
 def test_optimizers_that_treat_each_weight_by_itself_are_accepted(name: str) -> None:
     check_elementwise(ALIKE[name], SHARDS, LAYERS, own=LAYERS)
     for own in (LAYERS, LAYERS | {"half": shape(7, dtype=jnp.float16)}):

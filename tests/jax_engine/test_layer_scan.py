@@ -93,7 +93,9 @@ def gradients_over_chips(fabric: mmj.Fabric, params: Any, x: Any, program: Any, 
     return mapped(fabric, local, (specs, P(fabric.axes), program.spec), (P(), specs))(params, x, program)
 
 
-@pytest.mark.parametrize(("shape", "failed", "n_layers"), [("4x4", "2x2@0,0", 12), ("2x3", "0,0", 1)])
+@pytest.mark.parametrize(
+    ("shape", "failed", "n_layers"), [pytest.param("4x4", "2x2@0,0", 12, marks=pytest.mark.slow), ("2x3", "0,0", 1)]
+)
 def test_gradients_are_those_of_plain_jax(shape: str, failed: str, n_layers: int) -> None:
     fabric, pair = programs(shape, failed)
     layers, x = layers_tree(n_layers), batch(fabric.mesh.n_chips)
@@ -110,6 +112,7 @@ def layer_of_integers(w: Any, x: Any) -> Any:
     return x + (jax.nn.relu(h @ w["up"]) @ w["down"]) * w["scale"]
 
 
+@pytest.mark.slow
 def test_unrolled_steps_sums_instead_of_means_and_nothing_hidden() -> None:
     """With small integers, of which no sum or product is rounded, however it is compiled; nor when divided by four."""
     fabric, pair = programs("2x2")

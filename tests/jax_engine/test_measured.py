@@ -37,6 +37,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, figures("doctor", "--measure", str(path), "--shape", "2x3")
 
 
+@pytest.mark.slow
 def test_what_doctor_measures_is_taken_wherever_a_preset_is(measured: tuple[Path, Any]) -> None:
     path, facts = measured
     hardware = find_hardware(str(path))

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from meshmend.jax.data.exactly_once import check_positions
 from meshmend.jax.state.memory.placement import place_on
 from meshmend.launch.hosts import Hosts
@@ -80,6 +82,7 @@ def test_the_survivor_waits_and_goes_on_when_the_hosts_are_back(tmp_path: Path) 
     assert check_positions(shared, SAMPLES) == STEPS
 
 
+@pytest.mark.slow
 def test_where_the_hosts_do_not_come_back_the_job_ends_and_every_copy_is_there(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with with_a_survivor(tmp_path, state_wait_s=2) as (job, _):

@@ -94,6 +94,7 @@ def test_a_script_that_raises_on_every_host_ends_with_its_error(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_on_one_host_starts_again(tmp_path: Path) -> None:
     body = "if step.number == 12 and os.environ['MESHMEND_HOST'] == '1' and not os.path.exists('once'):\n"
     write(tmp_path, f"{body}        open('once', 'w').close()\n        raise OSError(5, 'disk')")

@@ -106,7 +106,7 @@ LARGE = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
     ids=lambda value: str(value),
 )
-@pytest.mark.parametrize("message_s", [0.0, 20e-9], ids=["", "20 ns per message"])
+@pytest.mark.parametrize("message_s", [0.0, pytest.param(20e-9, marks=pytest.mark.slow)], ids=["", "20 ns per message"])
 def test_where_people_live(mesh: mm.Mesh, payload: float, most: float, without: float, message_s: float) -> None:
     """Links of v6e, 1 µs per hop; a chip that pays 20 ns for each message sends fewer and longer ones."""
     hardware = replace(V6E, name="v6e", message_s=message_s)
@@ -124,6 +124,7 @@ def test_lock_step_is_the_default_and_has_no_slack() -> None:
         assert all(getattr(one.planner, "lag", 0) == 0 for one in chosen.considered)
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_the_fastest_in_the_mode_of_its_engine() -> None:
     for payload in (3e4, 1e6, 3e7):
         choice = Auto(payload, "tpu-v6e", mode="asynchronous").choose(HOLED)

@@ -17,6 +17,7 @@ from meshmend.cost.hardware import adjusted, write_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PlanCache, plan_broadcast, plan_shards
 from meshmend.schedule import Collective
+from rows import others_slow
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import meshmend.torch as mmt
@@ -40,8 +41,11 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("hardware=", "40 Mbit/s"), ("hardware=", "loopback")]
-    + [(way, "slow steps") for way in ("a file", "bound to plan", "the machine's")],
+    others_slow(
+        [("hardware=", "40 Mbit/s"), ("hardware=", "loopback")]
+        + [(way, "slow steps") for way in ("a file", "bound to plan", "the machine's")],
+        quick=[("hardware=", "40 Mbit/s"), ("the machine's", "slow steps")],
+    ),
 )
 def test_a_group_runs_the_plans_for_its_links(
     way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def on_the_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_jax_alone_runs_the_pages_ten_lines(on_the_page: Path) -> None:
     lines = [line for line in documented()[1].body.splitlines() if line.strip()]
     assert len(lines) == 10, "as the page says"

@@ -36,6 +36,7 @@ def figures(*words: str, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_every_planner_is_timed_beside_psum_and_the_job(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     write_hardware(find_hardware("cpu-xla:message_s=2ms"), path, {})

@@ -154,9 +154,9 @@ def test_failures_of_the_simulator_are_reported(monkeypatch: pytest.MonkeyPatch)
     ("mesh", "planner"),
     [
         (Mesh("4x4"), Weave(32, lag=4)),
-        (Mesh("8x8", failed=["2x2@2,2"]), Weave(100, lag=1)),
-        (Mesh("8x8", failed=["2x2@2,2"]), Weave(100)),
-        (Mesh("4x4x4", wrap=True), Weave(64, lag=7)),
+        pytest.param(Mesh("8x8", failed=["2x2@2,2"]), Weave(100, lag=1), marks=pytest.mark.slow),
+        pytest.param(Mesh("8x8", failed=["2x2@2,2"]), Weave(100), marks=pytest.mark.slow),
+        pytest.param(Mesh("4x4x4", wrap=True), Weave(64, lag=7), marks=pytest.mark.slow),
         (Mesh("4x6", failed=["2x2@0,2"]), Weave(trees=4, chunks=4 * 3 * 10, lag=2)),
         (Mesh("4x6", failed=["2x2@0,2"]), Gather(20 * 4, lag=3)),
     ],

@@ -19,6 +19,7 @@ from meshmend.machines import parse_description
 from meshmend.topology import Mesh
 from meshmend_lab.tenstorrent.numbered import NumberedMachine, numbered
 from meshmend_lab.tenstorrent.runtime import RuntimeMesh, answer_of, ask, measured
+from rows import others_slow
 from runtime_losses import GALAXIES, KEPT, machine_without, sample_of
 
 Pair = frozenset[int]
@@ -64,7 +65,7 @@ def test_the_whole_machine_is_laid_out_as_its_runtime_does(name: str) -> None:
     assert len(extra(name)) == {"blackhole galaxy": 68 - 64}.get(name, 0)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", others_slow(KEPT, quick=["galaxy"]))
 def test_with_chips_lost_its_meshes_lie_on_cables_of_ours(name: str) -> None:
     unused = extra(name)
     for loss in KEPT[name]["losses"]:

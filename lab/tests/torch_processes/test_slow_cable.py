@@ -152,6 +152,7 @@ def test_ddp_plans_around_a_cable_that_becomes_slow(tmp_path: Path, monkeypatch:
                 assert least <= bytes_sent[port] <= 1.1 * least + 4000 * (STEPS_AFTER - 2)
 
 
+@pytest.mark.slow
 @needs_lab
 @pytest.mark.usefixtures("compiler")
 def test_where_no_cable_is_slow_measuring_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

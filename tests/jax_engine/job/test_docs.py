@@ -61,6 +61,7 @@ def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> N
     assert loss < 3.2  # from the logarithm of 256, about 5.5
 
 
+@pytest.mark.slow
 def test_the_recipe_for_nnx_with_dropout_trains(tmp_path: Path) -> None:
     pytest.importorskip("flax.nnx", reason="needs flax: pip install flax")
     (script,) = re.findall(r"```python\n(import flax\.nnx.*?)```", LOSS, re.DOTALL)
@@ -69,6 +70,7 @@ def test_the_recipe_for_nnx_with_dropout_trains(tmp_path: Path) -> None:
     assert loss < 4  # from the variance of a sum of eight, 8
 
 
+@pytest.mark.slow
 def test_the_recipe_for_running_statistics_is_the_same_on_any_chips(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n((?:(?!```).)*?shared=\"statistics\".*?)```", LOSS, re.DOTALL)
     found = {}

@@ -19,6 +19,7 @@ import meshmend.jax as mmj
 from jax_engine.job.job_cases import BATCH, HOLED, ONE, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError
 from meshmend.jax.job.loss_checks import LossWatch, check_independence
+from rows import others_slow
 
 Loss = Callable[..., Any]
 REFUSED = r"An example's loss depends on the other examples of its batch: it is \S+, and \S+ when other examples"
@@ -78,7 +79,13 @@ FORMS: dict[str, tuple[Callable[[Loss], Loss], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "machine"), [*((form, WHOLE) for form in FORMS), ("plain", HOLED)])
+@pytest.mark.parametrize(
+    ("form", "machine"),
+    others_slow(
+        [*((form, WHOLE) for form in FORMS), ("plain", HOLED)],
+        quick=[("plain", HOLED), ("state", WHOLE), ("microbatches", WHOLE), ("sharded", WHOLE)],
+    ),
+)
 def test_batch_normalisation_is_refused_in_every_form_and_layer_normalisation_in_none(
     form: str, machine: str, tmp_path: Path
 ) -> None:

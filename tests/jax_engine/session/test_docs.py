@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from meshmend.launch.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 ROUND = {"number": 1, "hosts": [0], "process": 0}
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_goes_on(tmp_path: Path) -> None:
     page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
     (script,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "CompileAhead" in one)

@@ -306,6 +306,7 @@ def test_libtpus_cache_keys_are_those_of_the_restarted_job(
     ]
 
 
+@pytest.mark.slow
 def test_a_process_compiles_for_the_loss_of_its_own_host() -> None:
     """Then none of the devices is its own. Two real processes, of which the first compiles for the second's."""
     first, second = run_two("jax_engine.session.loss_of_own_host", timeout_s=300)

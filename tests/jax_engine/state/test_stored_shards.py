@@ -29,10 +29,12 @@ from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.jax.state.memory.copies import Copy
 from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
+from rows import others_slow
 
 SLOW = pytest.mark.slow
-KINDS = ["two-phase", "fused", "fsdp", "replicated", "tiled fused", pytest.param("tiled fsdp", marks=SLOW)]
+KINDS = ["two-phase", "fused", "fsdp", "replicated", "tiled fused", "tiled fsdp"]
 SHARDED = ["two-phase", "fused", "fsdp"]
+QUICK = ["fused", "fsdp"]
 MATRIX = (6890, 8)
 """Of no whole tiles. A chunk has 2,205 elements on twelve chips: three tiles of 1,024; inside tiles 1,061: two."""
 WHOLE = (520, 128)
@@ -53,7 +55,7 @@ def copies_of(one: Trained, state: Any) -> dict[int, Copy]:
     return {host: copy_of(parts, one.layout, placement, host, 1, 2, None, "run") for host in placement.hosts}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS, quick=QUICK))
 @pytest.mark.parametrize("matrix", [MATRIX, pytest.param(WHOLE, marks=SLOW)])
 def test_every_update_ends_with_the_same_bits_however_shards_are_stored(kind: str, matrix: tuple[int, int]) -> None:
     """Array i has the gradient i, then 2 i. Momentum 0.5 and the rates 0.25 and 0.5 change it by 1.5 i, by hand."""
@@ -73,7 +75,7 @@ def test_every_update_ends_with_the_same_bits_however_shards_are_stored(kind: st
             assert np.array_equal(np.asarray(got[prefix + name], np.float32), expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "replicated"])
+@pytest.mark.parametrize("kind", others_slow([kind for kind in KINDS if kind != "replicated"], quick=QUICK))
 def test_shards_are_whole_tiles_on_every_device(kind: str) -> None:
     """The last two axes of a device's part are: those are what a TPU pads."""
     one, state = trained(kind, "in tiles")
@@ -85,7 +87,7 @@ def test_shards_are_whole_tiles_on_every_device(kind: str) -> None:
     assert n_rows in (3, 6), "rows that would be padded, were they the last axis but one"
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", others_slow(SHARDED, quick=QUICK))
 def test_copies_have_the_bytes_of_flat_rows(kind: str) -> None:
     """As versions before this one have written them: each chunk's elements in order, a chip's chunks in its order."""
     one, state = trained(kind, "in tiles")

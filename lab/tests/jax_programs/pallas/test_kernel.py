@@ -70,6 +70,7 @@ def test_long_lists_of_instructions_are_fetched_in_parts(
     check_exact(mm.plan(mm.Mesh("1x2"), "weave", chunks=5), "eager", capsys)
 
 
+@pytest.mark.slow
 def test_a_credit_too_many_is_found_by_the_model_and_by_the_race_detector() -> None:
     """The detector sees memory, so it is a slot of the inbox. The model sees semaphores, too, in its own test."""
     schedule = mm.plan(mm.Mesh("1x3"), "weave", chunks=6)
