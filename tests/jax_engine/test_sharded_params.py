@@ -128,6 +128,7 @@ def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
     assert len({str(shard.index) for shard in moments.addressable_shards}) == 6, "each chip has its own"
 
 
+@pytest.mark.slow
 def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     fabric, pair = programs("4x4", "2x2@0,0")
     optimizer = optax.adamw(1e-2, weight_decay=0.1)

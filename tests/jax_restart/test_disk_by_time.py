@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from meshmend.jax.data.exactly_once import check_positions
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
@@ -28,6 +30,7 @@ for step in job.train(lambda p, b: ((b @ p["w"]) ** 2).sum(axis=1), optax.adam(0
 """
 
 
+@pytest.mark.slow
 def test_all_hosts_begin_a_checkpoint_after_the_same_step_and_resume_from_it(tmp_path: Path) -> None:
     script, shared, log = tmp_path / "train.py", tmp_path / "shared", list[str]()
     script.write_text(SCRIPT)

@@ -125,6 +125,7 @@ SHOWN = (  # of a mistake in the loss: the lines of the script, and none between
 )
 
 
+@pytest.mark.slow
 def test_a_wrong_shape_in_the_loss_ends_the_job_at_once(tmp_path: Path) -> None:
     """Though only process 0 traces it, and the others wait for what it compiles."""
     (tmp_path / "train.py").write_text(WRONG_SHAPE)

@@ -153,6 +153,7 @@ def test_the_budget_holds(budget_s: float) -> None:
         assert sum(single) * 3e-6 <= max(budget_s, 0.3)
 
 
+@pytest.mark.slow
 def test_a_reduce_scatter_and_an_all_gather_have_slack() -> None:
     for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
         least = mm.bound(HOLED, collective=collective, hardware=V6E, mode="asynchronous").least_seconds(1e7, 1e11)

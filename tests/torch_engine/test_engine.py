@@ -25,7 +25,7 @@ from torch_engine.processes import on_every_chip  # noqa: E402
 
 MESHES = [
     pytest.param("2x4", [], id="2x4"),
-    pytest.param("4x4", ["2x2@0,2"], id="4x4 minus 2x2"),
+    pytest.param("4x4", ["2x2@0,2"], id="4x4 minus 2x2", marks=pytest.mark.slow),
     pytest.param("6x6", ["2x2@2,2"], id="6x6 minus 2x2", marks=pytest.mark.slow),
     pytest.param("4x4", ["1,1"], id="4x4 minus a chip"),
     pytest.param("3x5", ["1,1", "1,2", "2,4"], id="3x5 minus an odd hole"),

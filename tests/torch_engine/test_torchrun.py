@@ -55,7 +55,7 @@ def torchrun(script: str, folder: Path, command: str = "", **settings: str) -> s
 
 
 def weights(output: str) -> dict[int, list[float]]:
-    found = re.findall(r"rank (\d): loss \S+, weights \[\[(.*)\]\]", output)
+    found = re.findall(r"rank (\d): loss \S+, weights \[\[(.*?)\]\]", output)
     return {int(rank): [float(weight) for weight in text.split(",")] for rank, text in found}
 
 

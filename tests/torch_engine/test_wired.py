@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from rows import others_slow
+
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -216,7 +218,7 @@ def test_ddp_learns_on_wired_hosts_what_one_process_learns(folder: Path, hosts: 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(bool(wiring.WHY_NO_HOSTS), reason=wiring.WHY_NO_HOSTS)
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "torchft"])
+@pytest.mark.parametrize("way", others_slow(["ddp", "fsdp", "torchft"], quick=["ddp"]))
 def test_a_cable_is_pulled_while_a_job_trains(
     way: str, tmp_path: Path, folder: Path, hosts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_links_one_at_a_time() -> None:
     assert known.n_planned == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holes", [pytest.param(1, marks=pytest.mark.slow), 3])  # as above
 def test_estimated_steps_are_close_to_planned_ones_one_link_at_a_time(holes: int) -> None:
     """As jobs run, with 4 bytes per gradient: the all-reduce is a fifth of a step."""

@@ -36,6 +36,7 @@ def measure_in_processes(coordinator: str, prefixes: Sequence[Sequence[str]]) ->
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
 
 
+@pytest.mark.slow
 @needs_lab
 def test_processes_in_namespaces_are_not_called_switched(tmp_path: Path) -> None:
     """Two of them exchange over the cable between them, whose rate is found, and which others would have to share."""

@@ -98,6 +98,7 @@ def test_a_job_on_one_machine_listens_on_loopback_only(tmp_path: Path, script: P
         check_done(output)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_host_on_the_machine_of_the_store_is_reached_by_the_others(tmp_path: Path, script: Path) -> None:
     """It comes to the store over loopback, as its machine's name means that there; and it has JAX's coordinator."""

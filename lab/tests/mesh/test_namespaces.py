@@ -177,6 +177,7 @@ def test_the_command_line_from_up_to_down(tmp_path: Path) -> None:
     assert "No lab named cli is up" in run("lab", "mesh", "show", *name, code=1)
 
 
+@pytest.mark.slow
 @needs_lab
 def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     run_in(tmp_path, ROOT / "docs" / "lab.md")

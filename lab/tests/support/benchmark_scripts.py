@@ -85,24 +85,26 @@ SCRIPTS: dict[str, Script] = {
     "feed": Script("8192", r"8,192 samples  dict   batch 8,192", JAX, is_slow=True),
     "first_minutes": Script("--here", r"^recovery +\d", JAX, is_slow=True),
     "fused_update": Script("--chips 64 --chunks 256", r"8x8 minus 2x2@2,2 │ +\d\.\d+ │"),
-    "gather": Script("--chips 16", r"5 % of cables at random │ +0\.6556 │"),
+    "gather": Script("--chips 16", r"5 % of cables at random │ +0\.6556 │", is_slow=True),
     "jax_billion": Script(
         f"{SMALL_MODEL} --vocabulary 512 --machines v6e:8x8 --updates fsdp", r"fsdp", TPU_COMPILER, is_slow=True
     ),
     "jax_cable": Script("--steps 90", r"^losses differ .* by at most \d\.\de-0[5-9]", (*JAX, "lab"), is_slow=True),
-    "jax_checks": Script('--shape 2x2 --hole "" --width 16 --depth 1 --tokens 8 --rounds 1', r"^digests +\d", JAX),
+    "jax_checks": Script(
+        '--shape 2x2 --hole "" --width 16 --depth 1 --tokens 8 --rounds 1', r"^digests +\d", JAX, is_slow=True
+    ),
     "jax_fsdp": Script(f"{SMALL_MODEL} --ways sharded --topology v6e:4x4", r"sharded", TPU_COMPILER, is_slow=True),
     "jax_fused_update": Script(
         "--shape 2x4 --hole 2x2@0,0 --chunks 12 --megabytes 0.1 --rounds 1", r"fused", JAX, is_slow=True
     ),
     "jax_job_step": Script("", r"ratio \d", JAX, is_slow=True, launch="--local 2x2 --host 1x2"),
-    "jax_kernel_timing": Script("--chips 64", r"instructions in order \d\.\d+ M/b", JAX),
+    "jax_kernel_timing": Script("--chips 64", r"instructions in order \d\.\d+ M/b", JAX, is_slow=True),
     "jax_recompute": Script(
         '--shape 2x2 --hole "" --width 16 --layers 1 --rows 4 --every 4 --rounds 1', r"\d", JAX, is_slow=True
     ),
     "jax_shard_memory": Script("--quick", r"^v6e +8x8 .* 1\.000 ×$", TPU_COMPILER, is_slow=True),
     "job_processes": Script("4", r"^\| 4 \| two killed \|", JAX, is_slow=True),
-    "job_scale": Script("200", r"^\| 200 \|", JAX),
+    "job_scale": Script("200", r"^\| 200 \|", JAX, is_slow=True),
     "job_size": Script("steps 1", r"\d", JAX, is_slow=True, launch="--local 2x2 --host 1x2"),
     "latency": Script("--chips 64", r"^│ 8x8 torus │ +27\.1 │ +22\.6 │ +20\.0 │"),
     "overhead": Script("--groups 2 --hosts 1", r"^share of a step +\d", is_slow=True),
@@ -127,8 +129,8 @@ SCRIPTS: dict[str, Script] = {
         "--failures 1 --jobs 20", r"^\| simulated, parts as measured \| 20 \|", JAX, is_slow=True, judges=True
     ),
     # 30 ratios of planners on 4x4, and 6 of a pipeline, of which the one over single links is 0.99.
-    "simgrid_agreement": Script("--chips 16", r"1\.000000", ("simgrid",), times=35),
-    "slack": Script("--chips 64 --payload 1MB", r"4x4x4 torus +1 MB +\d\.\d+"),
+    "simgrid_agreement": Script("--chips 16", r"1\.000000", ("simgrid",), times=35, is_slow=True),
+    "slack": Script("--chips 64 --payload 1MB", r"4x4x4 torus +1 MB +\d\.\d+", is_slow=True),
     "slow_cable": Script("", r"^\| 16×16, corner \| 1/4 \|"),
     "store_scale": Script("100", r"^\| 100 \|", is_slow=True, judges=True),
     "tenstorrent": Script("table --only tt_umd_t3k_cluster_desc.yaml", r"^\| T3000 \| one chip \|", is_slow=True),

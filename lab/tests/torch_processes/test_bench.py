@@ -27,6 +27,7 @@ def bench(*words: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_loopback() -> None:
     facts = bench("--loopback", "2x2", "--payload", "1MB", "--payload", "100KB", "--repeat", "1")
     assert {result["payload_bytes"] for result in facts["results"]} == {1_000_000, 100_000}

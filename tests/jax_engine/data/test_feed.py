@@ -201,6 +201,7 @@ def test_sources_and_positions_that_make_no_sense_are_refused() -> None:
         feed.batches(fabric_of(), at=mmj.Position(0, 83))
 
 
+@pytest.mark.slow
 def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
     first, second = run_two("jax_engine.data.two_hosts", timeout_s=120)
     alone = two_hosts.train(fabric_of(*two_hosts.FAILED))

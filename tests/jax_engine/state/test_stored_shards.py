@@ -106,8 +106,13 @@ def test_copies_have_the_bytes_of_flat_rows(kind: str) -> None:
         assert at == len(data)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-@pytest.mark.parametrize(("kept", "restored"), [("flat", "in tiles"), ("in tiles", "flat")])
+@pytest.mark.parametrize(
+    ("kind", "kept", "restored"),
+    others_slow(
+        [(kind, *ways) for kind in SHARDED for ways in (("flat", "in tiles"), ("in tiles", "flat"))],
+        quick=[("fused", "flat", "in tiles"), ("fsdp", "in tiles", "flat")],
+    ),
+)
 def test_copies_are_restored_however_shards_were_and_are_stored(kind: str, kept: str, restored: str) -> None:
     """On other chips, too: by the copy's own outline, whose chunks may have another length."""
     (one, state), (other, _) = trained(kind, kept), trained(kind, restored, "1x2@0,0")
