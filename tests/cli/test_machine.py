@@ -60,7 +60,7 @@ T3000 = 'meshmend: 1\nhardware: tenstorrent-t3000\nshape: 2x4\nfailed: ["0,3"]\n
 """A described machine whose links have less than a third of the rate of the default's."""
 
 
-@pytest.mark.parametrize("command", ["plan", "compare"])
+@pytest.mark.parametrize("command", ["plan", pytest.param("compare", marks=pytest.mark.slow)])
 def test_a_machine_brings_its_hardware(command: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(T3000, encoding="utf-8")

@@ -43,10 +43,9 @@ def changed_lines(pair: tuple[str, str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "pair", [pytest.param(pair, id=pair[1], marks=() if pair[1] == "nnx_tiles" else pytest.mark.slow) for pair in PAIRS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
 def test_losses_are_those_of_plain_jit(pair: tuple[str, str], steps: int) -> None:
     """NNX: 8×8 chips, 2×2 tiles, one lost. The batches are the same; the plain script has all chips."""
     plain, tiles = (train_of(script)(steps) for script in pair)

@@ -73,7 +73,6 @@ OPTIMIZERS = {
     ),
 }
 QUICK = [
-    ("chips", "fused", "clip"),
     ("chips", "fsdp", "lars"),
     ("tiles", "sharded", "lamb"),
 ]

@@ -168,7 +168,8 @@ class Samples:
 
 
 # That an error which comes again ends a job is quick, too: tests/launch/test_agent.py has it without processes.
-@pytest.mark.parametrize("where", ["the loop", pytest.param("the dataset", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["the loop", "the dataset"])
 def test_an_error_of_one_host_that_comes_again_ends_the_job(where: str, tmp_path: Path) -> None:
     """After one restart, not three, and with its traceback once."""
     body, error = ONE_HOST[where]

@@ -43,6 +43,7 @@ def random_states(shape: tuple[int, int], n: int, holes: int, seed: int) -> list
     return [state for state in states if Mesh(shape, failed=state).is_connected]
 
 
+@pytest.mark.slow
 # Each plans for ten states of 256 chips: three holes are the harder case, and one is left to the slow tests.
 @pytest.mark.parametrize("holes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_estimated_steps_are_close_to_planned_ones(holes: int) -> None:

@@ -49,6 +49,7 @@ def assert_same_trajectory(run: Run, undisturbed: Run) -> None:
     assert mine.items() <= theirs.items()
 
 
+@pytest.mark.slow
 def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undisturbed: Run, tmp_path: Path) -> None:
     run, failure = failed(undisturbed, tmp_path, HostKill((0,)))
     assert failure.source == "memory"

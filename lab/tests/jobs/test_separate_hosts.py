@@ -87,6 +87,7 @@ def test_hosts_whose_names_mean_loopback_train_and_survive_a_power_cut(tmp_path:
         assert SILENT_S / 2 < seconds < SILENT_S + 25, "the silence that counts as death, and a restart"
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_job_on_one_machine_listens_on_loopback_only(tmp_path: Path, script: Path) -> None:
     with NamespacedJob([script], tmp_path, "1x1", resolves_to=None) as job:

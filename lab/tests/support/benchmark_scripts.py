@@ -84,7 +84,7 @@ SCRIPTS: dict[str, Script] = {
     "compile_ahead": Script("6", r"^\| 6 \| .* \| 2 of 6 \| 5 survivors loaded host [1-5]", JAX, is_slow=True),
     "feed": Script("8192", r"8,192 samples  dict   batch 8,192", JAX, is_slow=True),
     "first_minutes": Script("--here", r"^recovery +\d", JAX, is_slow=True),
-    "fused_update": Script("--chips 64 --chunks 256", r"8x8 minus 2x2@2,2 │ +\d\.\d+ │"),
+    "fused_update": Script("--chips 64 --chunks 256", r"8x8 minus 2x2@2,2 │ +\d\.\d+ │", is_slow=True),
     "gather": Script("--chips 16", r"5 % of cables at random │ +0\.6556 │", is_slow=True),
     "jax_billion": Script(
         f"{SMALL_MODEL} --vocabulary 512 --machines v6e:8x8 --updates fsdp", r"fsdp", TPU_COMPILER, is_slow=True
@@ -124,7 +124,7 @@ SCRIPTS: dict[str, Script] = {
         is_slow=True,
         before="--local 2x2 --host 1x2 --kill 1@5 --shared shared {benchmarks}/jax_job_step.py",
     ),
-    "routing": Script("12x12", r"256x256 minus 4x2@6,8: 20,000 random flows"),
+    "routing": Script("12x12", r"256x256 minus 4x2@6,8: 20,000 random flows", is_slow=True),
     "simulated_recovery": Script(
         "--failures 1 --jobs 20", r"^\| simulated, parts as measured \| 20 \|", JAX, is_slow=True, judges=True
     ),

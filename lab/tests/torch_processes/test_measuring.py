@@ -14,6 +14,7 @@ from namespaces import needs_lab
 from torch_engine.processes import measure_together
 
 
+@pytest.mark.slow
 @needs_lab
 @pytest.mark.usefixtures("compiler")
 def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:

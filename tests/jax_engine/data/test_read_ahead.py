@@ -79,6 +79,7 @@ def test_an_array_is_read_in_one_thread_that_ends_with_the_batches() -> None:
     until(lambda: feeding() == before)
 
 
+@pytest.mark.slow
 def test_a_process_exits_while_threads_are_at_work() -> None:
     """A thread that is killed inside C++ code, such as JAX's pytrees, would abort it."""
     program = (

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from jax_engine.job import job_cases as cases
-from rows import others_slow
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED, TERMINATED = "KeyboardInterrupt()", "SystemExit(143)"
@@ -118,7 +117,8 @@ for step in job.train(loss, optax.sgd(0.5), np.float32(0), x, steps=int(sys.argv
 """
 
 
-@pytest.mark.parametrize("number", others_slow(SIGNALS, quick=[signal.SIGTERM]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_script_alone_ends_as_the_signal_would_end_it(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     environment = os.environ | {
