@@ -24,7 +24,9 @@ import pytest
 from selenium import webdriver
 
 from chromium import read_log, requests
-from site_pages import CONTRAST, NARROW, TOO_WIDE, WIDE, browsing, show
+from site_pages import CONTRAST, NARROW, TOO_WIDE, WIDE, browser, browsing, show
+
+__all__ = ["browser"]
 
 pytestmark = pytest.mark.slow
 
