@@ -17,6 +17,6 @@ HERE = [
 
 @pytest.mark.parametrize("block", HERE)
 def test_every_block_runs_alone(block: Block) -> None:
-    if block.page.name in ("torch.md", "torch_engine.md"):
+    if block.page.name in ("torch.md", "torch_engine.md") or "lab bench allreduce" in block.body:
         pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
     run(block, {"JAX_PLATFORMS": "cpu"})
