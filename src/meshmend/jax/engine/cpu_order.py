@@ -43,7 +43,7 @@ def in_order(function: Callable[..., Any], fabric: Fabric) -> Callable[..., Any]
 
     @wraps(function)
     def run(*args: Any, **settings: Any) -> Any:
-        is_fused = any(isinstance(each, Program) and each.update == "fused" for each in args)
+        is_fused = any(isinstance(x, Program) and x.update == "fused" for x in (*args, *settings.values()))
         return (one_by_one(function) if is_fused or mixes_messages(fabric) else function)(*args, **settings)
 
     return run
@@ -70,7 +70,7 @@ Values = list[Any]
 
 
 def _evaluate(closed: ClosedJaxpr | InnerJaxpr, given: Sequence[Any], before: Values) -> tuple[Values, Values]:
-    """Run operations, those that communicate in order and after `before`; return results, and what the last one had."""
+    """Run operations, communicating ones in order, after `before`; return results, and the last communicating one's."""
 
     def run(operation: JaxprEqn, operands: Values) -> Values:
         nonlocal before
