@@ -63,7 +63,7 @@ at_once() {
     "$one" > "${log[-1]}" 2>&1 &
     other+=($!)
   done
-  ("$first") || status=$?  # in a shell of its own, whose CPU seconds are of its own children
+  ("$first") || status=$?  # in a subshell, or its CPU seconds would include those of the others
   for one in "${!other[@]}"; do
     wait "${other[$one]}" || status=$?
     cat "${log[$one]}"

@@ -68,7 +68,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(request: pytest.FixtureRequest, compiled: Path) -> Iterator[None]:
     """Keep compiled programs on disk: one that was compiled before, by another test or in a run before, is loaded."""
-    if {request.path.name, request.path.parent.name} & {*ABOUT_COMPILING}:
+    if {request.path.name, request.path.parent.name} & set(ABOUT_COMPILING):
         yield
         return
     import jax

@@ -18,6 +18,7 @@ from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
 from meshmend.jax.engine.collectives import shard_of
 from meshmend.planning import PLANNERS
+from rows import others_slow
 
 Tree = dict[str, Any]
 
@@ -72,9 +73,7 @@ def plain_psum(tree: Tree) -> Tree:
 THREE = ("int32", "bool", "one float", "float32", "no floats", "bfloat16")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in cases.PLANS]
-)
+@pytest.mark.parametrize("name", others_slow(cases.PLANS, quick=QUICK))
 def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
     n = schedule.mesh.n_chips

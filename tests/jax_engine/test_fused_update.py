@@ -133,7 +133,7 @@ def test_with_any_planner(where: tuple[str, str], planner: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "n_cores"), [("1x2", 2), pytest.param("1x1", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("shape", "n_cores"), [("1x2", 2), ("1x1", 1)])
 def test_two_cores_per_chip_and_a_chip_by_itself(shape: str, n_cores: int) -> None:
     """Each core has its part of the payload, and its own shard; a single chip has all sums without a transfer."""
     mesh = mm.Mesh(shape)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import meshmend.jax as mmj
 from jax_engine.training_cases import check_close, chips_of, tiles_of, train, train_alone
 from meshmend.jax.train.optimizers import squares_of
+from rows import others_slow
 
 STEPS = 2
 INSIDE = {"z": P(None, "tensor"), "fused": P(), "w": P("fsdp", "tensor"), "b": P()}
@@ -78,18 +79,17 @@ QUICK = [
 ]
 
 
-def slow_unless(quick: bool, *case: str) -> Any:
-    return pytest.param(*case, marks=[] if quick else pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("where", "kind", "optimizer"),
-    [
-        slow_unless((*way, name) in QUICK, *way, name)
-        for way in WAYS
-        for name in OPTIMIZERS
-        if way[1] != "fused" or name in ("clip", "a mask")  # there are no norms of layers: see test_fused_update
-    ],
+    others_slow(
+        (
+            (*way, name)
+            for way in WAYS
+            for name in OPTIMIZERS
+            if way[1] != "fused" or name in ("clip", "a mask")  # there are no norms of layers: see test_fused_update
+        ),
+        quick=QUICK,
+    ),
 )
 def test_norms_of_complex_weights_are_optax_s(where: str, kind: str, optimizer: str) -> None:
     ours, theirs = OPTIMIZERS[optimizer]
@@ -105,7 +105,7 @@ def part_nan(params: Any, batch: Any) -> Any:
     return 3 * jnp.sum(params["b"]) + jnp.sum(params["w"] * (3 + poison)) + 0 * jnp.sum(batch)
 
 
-@pytest.mark.parametrize(("where", "kind"), [slow_unless(way == ("chips", "fused"), *way) for way in WAYS])
+@pytest.mark.parametrize(("where", "kind"), others_slow(WAYS, quick=[("chips", "fused")]))
 def test_one_nan_makes_all_clipped_updates_nan_as_optax_s(where: str, kind: str) -> None:
     params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
     ours, theirs = OPTIMIZERS["clip"]

@@ -32,19 +32,13 @@ job.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "domains", "lost", "covered", "who"),
     [
         # By hand: of four hosts, survivors are numbered 0 to 2, so that the last one compiles for nothing.
-        pytest.param("2x2", "", (1,), {"0": 2, "1": 0, "2": 1, "3": 2}, "1", marks=pytest.mark.slow),
-        pytest.param(
-            "2x3",
-            "aabbcc",
-            (2, 3),
-            {"0": 4, "1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "a": 3, "b": 0, "c": 1},
-            "b",
-            marks=pytest.mark.slow,
-        ),
+        ("2x2", "", (1,), {"0": 2, "1": 0, "2": 1, "3": 2}, "1"),
+        ("2x3", "aabbcc", (2, 3), {"0": 4, "1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "a": 3, "b": 0, "c": 1}, "b"),
     ],
 )
 def test_survivors_load_what_another_host_has_compiled(

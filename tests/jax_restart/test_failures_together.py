@@ -113,9 +113,8 @@ def test_shards_of_hosts_that_keep_each_others_come_from_disk_or_not_at_all(
         assert "--start-over" in shown
 
 
-@pytest.mark.parametrize(
-    "state", [pytest.param(state, marks=pytest.mark.slow) for state in ("sharded", "replicated", "fsdp")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["sharded", "replicated", "fsdp"])
 def test_a_failure_domain_may_fail(state: str, tmp_path: Path) -> None:
     """Hosts 0 and 3 are in one, so that neither keeps the other's shards."""
     words = ("--domain", "a,b,c,a,b,c")

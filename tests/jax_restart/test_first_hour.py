@@ -118,10 +118,9 @@ def check_order(folder: Path, python: str, env: dict[str, str], *, quick: bool) 
     """Type it in one folder; return the pages of what was run. `quick`: few pages and steps, two hosts, none killed."""
     ran = []
     for name, script, words in pages_in_order(folder):
-        given = list(words)
+        given, page = list(words), name.partition(":")[0]
         if script:
             (folder / "train.py").write_text(_shorter(script) if quick else script, encoding="utf-8")
-        page = name.partition(":")[0]
         if not given or (quick and page not in FIRST):
             continue
         if quick and "--kill" in given:

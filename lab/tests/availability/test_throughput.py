@@ -43,9 +43,8 @@ def random_states(shape: tuple[int, int], n: int, holes: int, seed: int) -> list
     return [state for state in states if Mesh(shape, failed=state).is_connected]
 
 
-@pytest.mark.slow
-# Each plans for ten states of 256 chips: three holes are the harder case, and one is left to the slow tests.
-@pytest.mark.parametrize("holes", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # each plans for ten states of 256 chips
+@pytest.mark.parametrize("holes", [1, 3])
 def test_estimated_steps_are_close_to_planned_ones(holes: int) -> None:
     """Where the all-reduce is 4 % of a step, as in BERT, on 16x16."""
     found = errors(Assumptions.of("16x16", **SHORT), random_states((16, 16), 5, holes, seed=1))
@@ -95,7 +94,7 @@ def test_links_one_at_a_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("holes", [pytest.param(1, marks=pytest.mark.slow), 3])  # as above
+@pytest.mark.parametrize("holes", [1, 3])
 def test_estimated_steps_are_close_to_planned_ones_one_link_at_a_time(holes: int) -> None:
     """As jobs run, with 4 bytes per gradient: the all-reduce is a fifth of a step."""
     machine = Assumptions.of("16x16", **SHORT | {"payload_bytes": 1e8, "hardware": "tpu-v3-xla"})
