@@ -19,7 +19,7 @@ from meshmend.launch import delivery
 from meshmend.launch.agent_log import AgentLog
 from meshmend.launch.delivery import KEPT_BYTES, MAX_PENDING, Inbox, Outbox
 from meshmend.launch.goodput import HostHistory, summarize
-from meshmend.launch.membership import Message
+from meshmend.launch.membership import SILENT_S, Message
 from meshmend.launch.timeline import EventFile, Line, Timeline, read_timeline, timeline_of
 from waiting import until
 
@@ -328,7 +328,7 @@ def test_a_disk_of_the_store_that_hangs_holds_up_no_round(tmp_path: Path, monkey
         died_at = time.monotonic()
         second.close()
         stopped = first.wait_stopped(10)
-        assert time.monotonic() - died_at < 0.5
+        assert time.monotonic() - died_at < SILENT_S / 2
         assert stopped is not None
         assert joined(first)[0].hosts == (0,)
         back.set()

@@ -68,6 +68,11 @@ def round_trip(lab: Lab, src: tuple[int, ...], dst: tuple[int, ...]) -> float:
         return float(chips.results(30)[src])
 
 
+def shortest_send(lab: Lab, dst: tuple[int, int]) -> float:
+    """Return the shorter time of two: a busy machine makes one longer, and none shorter."""
+    return min(send(lab, (0, 0), dst, 2_000_000) for _ in range(2))
+
+
 @needs_netem
 @needs_lab
 @pytest.mark.parametrize(("dst", "hops"), [((0, 1), 1), ((1, 0), 1), ((0, 2), 2), ((1, 2), 3)])
@@ -81,8 +86,7 @@ def test_a_packet_waits_at_every_hop(lab: Lab, dst: tuple[int, int], hops: int) 
 @needs_lab
 @pytest.mark.parametrize("dst", [(0, 1), (0, 2)])
 def test_links_keep_their_rate(lab: Lab, dst: tuple[int, int]) -> None:
-    took = send(lab, (0, 0), dst, 2_000_000)
-    assert 0.7 < took < 1.6  # 16 Mbit over 20 Mbit/s, as without a delay
+    assert 0.7 < shortest_send(lab, dst) < 1.6  # 16 Mbit over 20 Mbit/s, as without a delay
 
 
 @needs_netem
@@ -169,7 +173,7 @@ def test_bridges_connect_the_cables_where_netem_delays(monkeypatch: pytest.Monke
     with Lab.temporary(Mesh("1x3"), rate="20mbit", delay=DELAY, name="bridged") as lab:
         ends = ["a0", "b0", "a1", "b1"]
         assert asked == [f"qdisc add dev {end} root netem delay 20ms limit 100000" for end in ends]
-        assert 0.7 < send(lab, (0, 0), (0, 2), 2_000_000) < 1.6
+        assert 0.7 < shortest_send(lab, (0, 2)) < 1.6
 
 
 @pytest.mark.parametrize(
