@@ -45,6 +45,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def part_of(path: Path) -> str:
     inside = path.relative_to(SOURCE)
     return "meshmend" if inside == Path("__init__.py") else inside.parts[0].removesuffix(".py")
@@ -53,7 +58,7 @@ def part_of(path: Path) -> str:
 def imports_of(path: Path) -> set[str]:
     """Parts of meshmend that a file imports; "meshmend" stands for the package's own public names."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "meshmend" else [f"meshmend.{a.name}" for a in node.names]
@@ -142,7 +147,7 @@ def test_the_laboratory_imports_the_product_and_never_the_other_way() -> None:
     files = [path for folder in (SOURCE, root / "tests", root / "examples") for path in folder.rglob("*.py")]
     assert len(files) > 300
     for path in files:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "meshmend_lab" for name in names), path
@@ -228,7 +233,7 @@ def test_nothing_right_of_the_schedule_imports_a_planner() -> None:
         f"{path}:{getattr(node, 'lineno', 0)}"
         for path in FILES
         if part_of(path) in PLANNER_FREE
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if uses_a_planner(node, part_of(path))
     ]
     assert not wrong
@@ -322,7 +327,7 @@ def test_no_function_is_longer_than_a_hundred_lines() -> None:
     long = [
         f"{path.name}: {node.name}"
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 100
     ]
     assert not long

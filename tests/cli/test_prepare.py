@@ -15,6 +15,7 @@ from meshmend.planning import PlanCache, Workload
 from meshmend.planning.step import PLANNED_FOR, StepDemands
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
+from rows import others_slow
 
 HARDWARE = "tpu-v6e-xla"
 
@@ -31,7 +32,9 @@ def asks_for_nothing_new(demands: StepDemands, cache: PlanCache) -> bool:
 
 
 @pytest.mark.parametrize("tile", [None, "2x1"])
-@pytest.mark.parametrize("collective", ["all-reduce", "all-reduce-with-update", "all-gather"])
+@pytest.mark.parametrize(
+    "collective", others_slow(["all-reduce", "all-reduce-with-update", "all-gather"], quick=["all-reduce-with-update"])
+)
 def test_a_job_finds_what_was_prepared_before_it_began(collective: str, tile: str | None, tmp_path: Path) -> None:
     words = ["--payload", "210kB", "--hardware", HARDWARE, "--collective", collective, "--cache", str(tmp_path)]
     facts = prepare(*words, *([] if tile is None else ["--tile", tile]))

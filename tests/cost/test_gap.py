@@ -24,7 +24,7 @@ HARDWARE = (
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hardware", HARDWARE, ids=str)
-@pytest.mark.parametrize("planner", ["hamiltonian", "row-pairs", "weave"])
+@pytest.mark.parametrize("planner", ["hamiltonian", pytest.param("row-pairs", marks=pytest.mark.slow), "weave"])
 def test_the_parts_add_up_to_the_forecast(planner: str, hardware: str | Hardware, mode: Mode) -> None:
     schedule = plan(HOLED, planner)
     for payload in (0.0, 4e3, 1e8):

@@ -60,14 +60,7 @@ ALIKE = {
     "ours, injected": optax.inject_hyperparams(mmj.lamb)(learning_rate=DECAY),
 }
 
-QUICK = [
-    "several steps in one",
-    "on a condition",
-    "reduce on plateau",
-    "schedule-free",
-    "ours, clipped",
-    "ours, injected",
-]
+QUICK = ["several steps in one", "reduce on plateau", "ours, clipped", "ours, injected"]
 
 
 @pytest.mark.parametrize("name", others_slow(ALIKE, quick=QUICK))

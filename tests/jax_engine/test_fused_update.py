@@ -23,6 +23,7 @@ from meshmend.jax.state.layout.state_layout import StateLayout
 from meshmend.schedule.fused_update import update_windows, with_update
 from meshmend.schedule.lanes import lower
 from meshmend.schedule.split import reduce_scatter_of, single_chunk_of
+from rows import others_slow
 
 EIGHT = ("3x3", "1,1")
 TWELVE = ("4x4", "2x2@0,2")
@@ -111,7 +112,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["momentum", pytest.param("adamw, a mask", marks=pytest.mark.slow), "adamw, clipped"])
+@pytest.mark.parametrize("name", others_slow(["momentum", "adamw, a mask", "adamw, clipped"], quick=["adamw, clipped"]))
 def test_the_fused_update_gives_what_two_phases_give(name: str) -> None:
     check_as_two_phases(chips_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19), *OPTIMIZERS[name])
 

@@ -62,7 +62,8 @@ def test_leaves_come_back_as_they_were(name: str, stored: str) -> None:
         assert np.array_equal(found[i], leaf)
 
 
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "fsdp"])
 def test_layers_have_their_own_norms_where_the_order_changes(kind: str) -> None:
     """LAMB with a mask asks for both: which layer an element is of, and whether that is chosen."""
     params = normal({"a": (7,), "w": (16, 128), "x": (), "y": (8, 256)})

@@ -153,7 +153,7 @@ def whole_numbers(n_examples: int = 24) -> Any:
     return params, {"x": x, "y": y}
 
 
-@pytest.mark.parametrize("per_example", [False, True])
+@pytest.mark.parametrize("per_example", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_float32_loss_beside_bfloat16_gradients_does_not_run_the_plan_twice(per_example: bool) -> None:
     fabric, program, (params, batch) = holed(), program_of(), whole_numbers()
     assert params["w"].size >= CHUNKS

@@ -144,7 +144,7 @@ def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     assert moments.addressable_shards[0].data.size <= 2 * LAYERS * (5 * WIDTH + 2) * WIDTH / 12
 
 
-@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("mean", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_loss_may_ask_for_the_sum_of_gradients(mean: bool) -> None:
     """Integers, whose sums over 5 chips and means over 3 microbatches are exact."""
     fabric, pair = programs()
@@ -259,7 +259,8 @@ def test_what_does_not_fit_is_refused() -> None:
         mmj.fsdp.shard_params(whole_params()["ends"], fabric, pair, shardings=P())
 
 
-@pytest.mark.parametrize("where", [programs, pytest.param(tiles, marks=pytest.mark.slow)], ids=["chips", "tiles"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [programs, tiles], ids=["chips", "tiles"])
 def test_parameters_without_elements_train_with_the_others(where: Callable[[], Any]) -> None:
     """Beside others, in a stack, and as a tree of their own; the oracle is optax on one device."""
     fabric, pair = where()

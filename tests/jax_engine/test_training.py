@@ -123,6 +123,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(kind: str) -> None:
     assert (new.dtype, float(new)) == (jnp.bfloat16, -16.5)
 
 
+@pytest.mark.slow
 def test_two_cores_a_chip_train_too() -> None:
     mesh = mm.Mesh("2x4", failed=["2x2@0,0"])
     devices = np.array(jax.devices()[:8]).reshape(4, 2)

@@ -13,6 +13,7 @@ import pytest
 import meshmend.jax as mmj
 from jax_engine.training_cases import BOTH, Trained, check_close, chips_of, program_of, train
 from meshmend.errors import ParameterError
+from rows import others_slow
 
 HOLES = {16: [], 12: ["2x2@0,2"], 8: ["2x4@0,0"]}
 """Holes of a 4×4 mesh, by the number of chips that they leave."""
@@ -152,7 +153,9 @@ def test_without_weights_every_example_counts_once_as_in_the_mean_path() -> None
     check_close(mean.params, each.params, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("microbatches", "kind"), [(2, "replicated"), (1, "sharded")])
+@pytest.mark.parametrize(
+    ("microbatches", "kind"), others_slow([(2, "replicated"), (1, "sharded")], quick=[(2, "replicated")])
+)
 def test_nan_in_padding_reaches_nothing(microbatches: int, kind: str) -> None:
     """Whole chips of padding, and padding among real examples: filled with NaN, it changes no bit."""
     _, batch, weights = curved_inputs(60)
@@ -164,7 +167,7 @@ def test_nan_in_padding_reaches_nothing(microbatches: int, kind: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", others_slow(BOTH, quick=["sharded"]))
 def test_scale_multiplies_the_update_of_any_optimizer_without_compiling_again(kind: str) -> None:
     """A factor at run time is the learning rate times that factor, in Adam too."""
     fabric, program = machine(12, kind)

@@ -82,6 +82,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_start_train(folder: Path) -> None:
     port = free_port("127.0.0.1")
     host = smaller(block_with("meshmend run --hosts 5:8 --shape 8x8 --host 4x2 --store 10"), folder, port)

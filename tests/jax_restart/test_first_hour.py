@@ -68,6 +68,7 @@ def once(pattern: str, shown: str) -> re.Match[str]:
     return found[0]
 
 
+@pytest.mark.slow
 def test_batch_normalisation_ends_a_job_before_its_first_step(tmp_path: Path) -> None:
     write(tmp_path, line=BATCH_NORM)
     shown = typed(tmp_path, *TWO_HOSTS, code=1)

@@ -73,6 +73,7 @@ def test_a_start_a_loss_a_return_and_an_end(tmp_path: Path, capsys: pytest.Captu
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_on_every_host_ends_with_its_error(tmp_path: Path) -> None:
     """Once, with its traceback, and not as a success: the body of that step is never done again."""
     write(tmp_path, "if step.number == 12: raise ValueError('boom')")

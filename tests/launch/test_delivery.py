@@ -240,7 +240,7 @@ def test_an_account_is_the_same_from_what_the_store_has(
     assert len(found.recoveries) == len(expected.recoveries)
 
 
-@pytest.mark.parametrize("n_hosts", [200, 2240])
+@pytest.mark.parametrize("n_hosts", [pytest.param(200, marks=pytest.mark.slow), 2240])
 def test_many_hosts_send_a_hundred_batches_a_second(
     n_hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

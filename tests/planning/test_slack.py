@@ -16,6 +16,7 @@ from meshmend.errors import ParameterError
 from meshmend.planning import Auto, Gather, PlanCache, Weave, plan_shards
 from meshmend.planning.auto import Candidates
 from meshmend.schedule import Collective
+from rows import others_slow
 from strategies import torn_meshes
 
 V6E = find_hardware("tpu-v6e")
@@ -103,7 +104,7 @@ LARGE = [
 
 @pytest.mark.parametrize(
     ("mesh", "payload", "most", "without"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
+    others_slow([*CASES, *LARGE], quick=CASES[1:]),
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("message_s", [0.0, pytest.param(20e-9, marks=pytest.mark.slow)], ids=["", "20 ns per message"])

@@ -261,7 +261,7 @@ def differing(names: Iterator[str] | list[str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("delay_ms", [0, 20])
+@pytest.mark.parametrize("delay_ms", [pytest.param(0, marks=pytest.mark.slow), 20])
 def test_every_call_gives_the_bits_that_it_gives_on_the_cpu(library: Path, delay_ms: float) -> None:
     def main() -> Any:
         device = torch.fake

@@ -24,7 +24,7 @@ from meshmend.errors import LostChipError  # noqa: E402
 from torch_engine.processes import on_every_chip  # noqa: E402
 
 MESHES = [
-    pytest.param("2x4", [], id="2x4"),
+    pytest.param("2x4", [], id="2x4", marks=pytest.mark.slow),
     pytest.param("4x4", ["2x2@0,2"], id="4x4 minus 2x2", marks=pytest.mark.slow),
     pytest.param("6x6", ["2x2@2,2"], id="6x6 minus 2x2", marks=pytest.mark.slow),
     pytest.param("4x4", ["1,1"], id="4x4 minus a chip"),
@@ -84,7 +84,7 @@ def test_every_planner_is_exact_and_all_chips_agree(shape: str, failed: list[str
             assert first[f"{name} bits"] == hashlib.sha256(wanted.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("moment", ["before", "inside"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_a_dead_chip_gives_every_survivor_an_error_at_once(moment: str) -> None:
     mesh = Mesh("4x4")
     schedule = plan(mesh, "hamiltonian")

@@ -79,9 +79,8 @@ def test_the_page_changes_two_lines() -> None:
     assert len([line for line in lines if line.startswith("+")]) == 2
 
 
-@pytest.mark.parametrize(
-    "sign", [pytest.param("-", marks=pytest.mark.slow, id="Gloo"), pytest.param("+", id="meshmend")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", ["-", "+"], ids=["Gloo", "meshmend"])
 def test_the_pages_script_learns_what_one_process_learns(sign: str, tmp_path: Path) -> None:
     done = torchrun(script_of(sign), tmp_path)
     assert done.returncode == 0, done.stderr

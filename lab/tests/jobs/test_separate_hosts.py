@@ -64,6 +64,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_hosts_whose_names_mean_loopback_train_and_survive_a_power_cut(tmp_path: Path, script: Path) -> None:
     """Of the host with JAX's coordinator: no packet of its own says that it is gone."""

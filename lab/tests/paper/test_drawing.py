@@ -19,11 +19,12 @@ from meshmend import plan, routing
 from meshmend.errors import DrawingError, name_chip
 from meshmend_lab.paper.drawing import ROUTES, draw_paper_figure, paper_figure
 from meshmend_lab.paper.figures import FIGURES
+from rows import others_slow
 
 GALLERY = Path(__file__).parents[3] / "docs" / "figures"
 
 
-@pytest.mark.parametrize("number", FIGURES)
+@pytest.mark.parametrize("number", others_slow(FIGURES, quick=[1, 4, 10]))
 def test_every_figure_is_legible_and_small_and_shows_its_hole(number: int, tmp_path: Path) -> None:
     picture = paper_figure(number)
     assert_legible(picture)

@@ -25,6 +25,7 @@ def test_the_papers_efficiency_follows_from_its_times() -> None:
         assert ours == pytest.approx(case.efficiency, abs=0.02)
 
 
+@pytest.mark.slow
 def test_row_pairs_lose_less_to_the_hole_than_the_paper(found: Reproduction) -> None:
     for outcome, ratio in zip(found.outcomes, RATIOS, strict=True):
         assert 1 < outcome.ratio <= ratio

@@ -56,7 +56,7 @@ def test_every_planner_agrees(mesh: Mesh, planner: str) -> None:
 
 
 @needs_simgrid
-@pytest.mark.parametrize("segments", [2, 4])
+@pytest.mark.parametrize("segments", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("orientation", ["rows", "columns"])
 def test_pipelined_row_pairs_agree(segments: int, orientation: str) -> None:
     schedule = plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=segments, orientation=orientation)

@@ -351,6 +351,7 @@ def test_a_phone_needs_no_scrolling_to_the_side(studio: Studio) -> None:
         studio.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_everything_has_a_name(studio: Studio) -> None:
     studio.open()
     nameless = studio.run(

@@ -127,6 +127,7 @@ def carried(schedule: Schedule) -> dict[tuple[int, int], float]:
     return {pair: n / schedule.total_chunks * GRADIENT_BYTES for pair, n in chunks.items()}
 
 
+@pytest.mark.slow
 @needs_lab
 @pytest.mark.usefixtures("compiler")
 def test_ddp_plans_around_a_cable_that_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

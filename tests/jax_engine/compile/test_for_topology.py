@@ -44,7 +44,9 @@ def compiled(topology: str, hole: str, planner: str, **more: Any) -> tuple[Compi
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("topology", "n_chips", "cores"), [("v3:16x32", 504, 1), ("v3:32x32", 1016, 2)])
+@pytest.mark.parametrize(
+    ("topology", "n_chips", "cores"), [("v3:16x32", 504, 1), pytest.param("v3:32x32", 1016, 2, marks=pytest.mark.slow)]
+)
 def test_the_papers_machines(topology: str, n_chips: int, cores: int) -> None:
     report, _ = compiled(topology, "4x2@6,8", "row-pairs", cores=cores)
     assert (report.chips, report.cores_per_chip) == (n_chips, cores)

@@ -280,7 +280,7 @@ class Answers:
     ("other", "why"),
     [
         (["", "", "no such file"], "process 1: no such file"),
-        (["another.program", "", ""], "processes have made different steps"),
+        pytest.param(["another.program", "", ""], "processes have made different steps", marks=pytest.mark.slow),
         (["", "older", ""], "processes have read different files"),
     ],
 )

@@ -75,7 +75,7 @@ def assert_same(found: Any, expected: Any) -> None:
     ahead=st.sampled_from([(0, 0), (1, 0), (1, 1), (16, 2)]),
     rng=st.integers(0, 99).map(np.random.default_rng),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_batches_of_arrays_are_those_that_are_read_one_by_one(
     n_samples: int,
     policy: Any,

@@ -13,6 +13,7 @@ import pytest
 
 import meshmend.jax as mmj
 from meshmend.jax.data.read_ahead import Submit, read_ahead
+from rows import others_slow
 from waiting import until
 
 
@@ -28,7 +29,9 @@ def _no_thread_is_left() -> Iterator[None]:
     until(lambda: feeding() <= before)
 
 
-@pytest.mark.parametrize(("threads", "depth"), [(0, 3), (1, 0), (1, 1), (2, 3), (4, 20)])
+@pytest.mark.parametrize(
+    ("threads", "depth"), others_slow([(0, 3), (1, 0), (1, 1), (2, 3), (4, 20)], quick=[(0, 3), (1, 1), (4, 20)])
+)
 def test_steps_come_in_order_and_no_more_are_begun_ahead_than_asked_for(threads: int, depth: int) -> None:
     begun: list[int] = []
 

@@ -84,6 +84,7 @@ def test_the_recipe_for_running_statistics_is_the_same_on_any_chips(tmp_path: Pa
     assert found[8][-1][1] < found[8][0][1] / 2
 
 
+@pytest.mark.slow
 def test_a_plain_script_survives_after_a_few_changed_lines(tmp_path: Path) -> None:
     # Without the docstrings that say which of the two it is.
     difference = list(difflib.unified_diff(PLAIN.splitlines()[1:], SURVIVING.splitlines()[1:], lineterm="", n=1))[2:]

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from jax_engine.job import job_cases as cases
+from rows import others_slow
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED, TERMINATED = "KeyboardInterrupt()", "SystemExit(143)"
@@ -51,7 +52,7 @@ def handlers() -> Any:
     signal.signal(signal.SIGINT, ignored)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", others_slow(SIGNALS, quick=[signal.SIGTERM]))
 def test_a_loop_stops_after_its_step_and_goes_on_from_there(number: signal.Signals, tmp_path: Path) -> None:
     end = INTERRUPTED if number == signal.SIGINT else TERMINATED
     assert steps_of(tmp_path, raising(number, at=3)) == [1, 2, 3, end], "the body of the last step is not cut off"

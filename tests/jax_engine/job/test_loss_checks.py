@@ -83,7 +83,7 @@ FORMS: dict[str, tuple[Callable[[Loss], Loss], dict[str, Any]]] = {
     ("form", "machine"),
     others_slow(
         [*((form, WHOLE) for form in FORMS), ("plain", HOLED)],
-        quick=[("plain", HOLED), ("state", WHOLE), ("microbatches", WHOLE), ("sharded", WHOLE)],
+        quick=[("plain", HOLED), ("sharded", WHOLE)],
     ),
 )
 def test_batch_normalisation_is_refused_in_every_form_and_layer_normalisation_in_none(
@@ -217,7 +217,7 @@ OWN: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", others_slow(OWN, quick=["bfloat16", "nothing", "not a number for some", "infinite"]))
 def test_a_loss_of_each_example_is_not_refused(name: str, tmp_path: Path) -> None:
     train(job(tmp_path / "shared"), 1, loss=OWN[name])
 

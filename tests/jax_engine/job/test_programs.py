@@ -61,7 +61,7 @@ def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
     assert {name for name, options in compiled if not OPTION.items() <= options.items()} == set()
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_job_of_one_process_ends_if_its_saved_program_is_not_the_one_of_its_script(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def compile_with(folder: Path, script: str = SCRIPT) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702])
+@pytest.mark.parametrize("mode", [pytest.param(0o770, marks=pytest.mark.slow), 0o702])
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "compiled"
     folder.mkdir()

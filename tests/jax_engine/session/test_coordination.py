@@ -28,6 +28,7 @@ from meshmend.launch import Launch, Timeline
 from meshmend.launch.processes import free_port
 from meshmend.planning import Auto, PlanCache
 from protocols import run_together
+from rows import others_slow
 
 
 class Service:
@@ -250,7 +251,7 @@ def test_survivors_wait_for_a_plan_that_process_0_makes(tmp_path: Path, monkeypa
     assert events[1]["seconds"] >= 0.8
 
 
-@pytest.mark.parametrize("holders", [{}, {0}, {2}, {1, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("holders", others_slow([{}, {0}, {2}, {1, 3}, {0, 1, 2, 3}], quick=[{}, {1, 3}]))
 def test_a_plan_that_any_process_has_in_its_own_cache_is_sent_to_those_that_lack_it(
     holders: set[int], tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

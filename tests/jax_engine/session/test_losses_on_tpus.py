@@ -274,7 +274,8 @@ def run(*words: str, cwd: Path) -> Any:
 PROGRAMS = ("jit_init", "jit_step", "jit_cut", "jit_vote")
 
 
-@pytest.mark.parametrize("side", ["none", pytest.param("2x2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["none", "2x2"])
 def test_a_job_finds_its_programs_after_the_loss_of_a_host(side: str, tmp_path: Path) -> None:
     """A whole job on CPU devices with coordinates and hosts; it compiles ahead, and goes on without host 2."""
     before = run("job", "none", side, cwd=tmp_path)

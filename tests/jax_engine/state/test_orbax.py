@@ -349,6 +349,7 @@ def test_a_host_that_cannot_write_stops_all_of_them(tmp_path: Path) -> None:
     assert not any(hosts.committed)
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_read_what_they_own() -> None:
     """One job of two processes: Orbax commits what both have written, and each reads chunks of its own devices only."""
     told = run_two("jax_engine.state.two_savers", timeout_s=240)

@@ -33,6 +33,7 @@ from meshmend.jax.state.memory.peer_copy import copy_of, make_parts_fn
 from meshmend.jax.state.memory.placement import place
 from meshmend.jax.state.recovery import wanted_slices
 from meshmend.launch.hosts import Hosts
+from rows import others_slow
 
 HOSTS = Hosts.of("8x8", "4x2")
 
@@ -60,7 +61,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.fixture(scope="module", params=["two-phase", "replicated", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=others_slow(["two-phase", "replicated", "fsdp"], quick=["two-phase"]))
 def whole(request: pytest.FixtureRequest) -> OnHosts:
     return OnHosts((), request.param)
 
@@ -112,7 +113,7 @@ def ranked(whole: OnHosts, held: list[list[Copy]]) -> list[Source]:
     return rank_sources([[copy.offer(whole.layout.copy_identity) for copy in copies] for copies in held])
 
 
-@pytest.mark.parametrize("n_blocks", [1, 3, 4])
+@pytest.mark.parametrize("n_blocks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_hosts_take_with_them_others_have(whole: OnHosts, n_blocks: int) -> None:
     """Every pair of hosts, and more: whole where the parts that are left say so, and then bit for bit."""
     everybody = copies_of(whole, n_blocks=n_blocks)
@@ -351,7 +352,7 @@ def test_state_of_another_program_is_refused(whole: OnHosts, holed: OnHosts) -> 
 
 
 @pytest.mark.parametrize("block", [1 << 10, 1 << 13, 1 << 22])
-@pytest.mark.parametrize("n_of_other", [1, 200, 511])
+@pytest.mark.parametrize("n_of_other", [1, pytest.param(200, marks=pytest.mark.slow), 511])
 def test_a_host_takes_what_it_needs_of_all_slices(
     whole: OnHosts, monkeypatch: pytest.MonkeyPatch, block: int, n_of_other: int
 ) -> None:

@@ -141,7 +141,9 @@ def test_what_is_put_on_devices_are_the_shards_of_their_slots(sharded: bool) -> 
     assert same_bits(fetch(back), params_tree())
 
 
-@pytest.mark.parametrize("sharded", [False, True, "fsdp"], ids=["program", "fused", "fsdp"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.slow), True, "fsdp"], ids=["program", "fused", "fsdp"]
+)
 @pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharded: bool | str) -> None:
     job = tiles((), sharded)

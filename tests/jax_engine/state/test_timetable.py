@@ -20,6 +20,7 @@ from meshmend.jax.state.timetable import (
     Timetable,
     Wishes,
 )
+from rows import others_slow
 
 CALLERS = [(0, 0.0), (8, 5.0), (10, 5.0), (20, 5.0), (50, 5.0), (100, 30.0), (5, 1.0)]
 """What the body of the caller's loop does: after every so many steps, it takes so many seconds."""
@@ -117,7 +118,7 @@ class Loop:
         return float(np.mean(np.diff(late)))
 
 
-@pytest.mark.parametrize("cost_s", [0.0, 0.002, 0.02, 0.3])
+@pytest.mark.parametrize("cost_s", others_slow([0.0, 0.002, 0.02, 0.3], quick=[0.0, 0.02]))
 @pytest.mark.parametrize("caller", CALLERS[1:])
 def test_the_callers_own_time_is_not_charged_to_copies(caller: tuple[int, float], cost_s: float) -> None:
     alone = Loop(cut_s=cost_s / 2, write_s=(cost_s / 2,)).run(5_000).interval

@@ -84,6 +84,7 @@ def test_a_credit_too_many_is_found_by_the_model_and_by_the_race_detector() -> N
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_the_xla_engine(capsys: pytest.CaptureFixture[str]) -> None:
     mesh, draw = mm.Mesh("2x2", failed=["1,1"]), np.random.default_rng(1)
     fabric, schedule = fabric_for(mesh), mm.plan(mesh, "weave", chunks=4)
