@@ -38,4 +38,4 @@ def keys_of(state: Any) -> Any:
             client.key_value_set_bytes(key, value, **more)
 
     state.client = Recorded()
-    return lambda: [key for name in sorted(names) for key, _ in client.key_value_dir_get(name)]
+    return lambda: [key for name in sorted(names) for key, _ in client.key_value_dir_get_bytes(name)]

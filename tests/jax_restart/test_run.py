@@ -154,8 +154,16 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert re.fullmatch(r"meshmend │ done: 30 steps on 8, then 4 chips in \d+ s", lines[-1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "error", "status"),
+    [
+        (signal.SIGINT, b"Error: Interrupted.", 130),
+        pytest.param(signal.SIGTERM, b"", 143, marks=pytest.mark.slow),
+    ],
+)
+def test_control_c_or_sigterm_ends_everything(
+    number: signal.Signals, error: bytes, status: int, tmp_path: Path
+) -> None:
     script = "import os, time; print('waiting', os.environ['MESHMEND_HOST']); time.sleep(600)"
     (tmp_path / "wait.py").write_text(script)
     words = ["run", "--local", "2x4", "--host", "2x2", "--cold", "wait.py"]
@@ -173,8 +181,10 @@ def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> No
             n_waiting += b"waiting" in line
         below = children(driver.pid)
         driver.send_signal(number)
-        assert driver.stderr.read().splitlines()[-1] == b"Error: Interrupted."
-        assert driver.wait(30) == 130
+        said, errors = driver.stdout.read(), driver.stderr.read()
+        assert b"interrupted: all hosts are stopped; no checkpoint is there yet" in said
+        assert errors.strip() == error
+        assert driver.wait(30) == status
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), timeout_s=10)
     assert len(below) >= 7  # the store; two hosts, what starts their workers, and the workers
 

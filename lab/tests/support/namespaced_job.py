@@ -141,7 +141,8 @@ class NamespacedJob:
         """Start the store, or start it again where it was."""
         at = (1, 0) if self._store_on is None else self.place(self._store_on)
         where = self.store if self._store_on is None else f"0.0.0.0:{DEFAULT_PORT}"
-        self._run("store", at, ["store", "--listen", where, "--secret-file", str(self.secret_file)], {})
+        words = ["--listen", where, "--secret-file", str(self.secret_file), "--folder", str(self.shared)]
+        self._run("store", at, ["store", *words], {})
 
     def start(self, *hosts: int) -> None:
         """Start hosts, including ones that have been switched off; without arguments, all of them."""
