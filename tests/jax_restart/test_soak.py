@@ -26,6 +26,8 @@ KILLS = {60: 1, 130: 0, 200: 2, 270: 1, 340: 0}
 """After which step the worker of which host is killed. Host 0 has JAX's coordinator."""
 WINDOW = range(40, 60)
 """Steps of a round after which its workers are compared with those of another round: compiling is over by then."""
+SETTLED = range(90, 110)
+"""Steps of the last round that its end is compared with: gRPC starts a thread now and then for longer than a window."""
 TOLERANCE = 0.05
 LIMIT_S = 1800.0
 SCRIPT = f"""
@@ -45,7 +47,7 @@ with open(f"{{shared}}/held-{{host}}.jsonl", "a") as notes:
         if host == "0":
             facts["keys"] = len(keys())
         print(json.dumps(facts), file=notes, flush=True)
-        time.sleep(0.02)
+        time.sleep(0.06)
 assert np.allclose(job.params, -{STEPS} * 12 // {SAMPLES}, atol=1e-2), job.params
 """
 """Each sample is a unit vector, so that the parameters say how often each of them was used.
@@ -157,7 +159,8 @@ def test_nothing_grows_over_500_steps_50_checkpoints_and_5_kills(tmp_path: Path)
         window = [[Held(*(one[name] for name in Held._fields)) for one in ones] for ones in own]
         third, last = (settled(window[index][WINDOW.start : WINDOW.stop]) for index in (2, -1))
         grown += compare(f"worker {host}, recoveries", third, last)
-        grown += compare(f"worker {host}, steps", last, settled(window[-1][-20:]))
+        before = settled(window[-1][SETTLED.start : SETTLED.stop])
+        grown += compare(f"worker {host}, steps", before, settled(window[-1][-20:]))
         if host == 0:
             keys = [one["keys"] for one in own[-1]]
             early, late = min(keys[WINDOW.start : WINDOW.stop]), min(keys[-20:])  # what stays between two checkpoints
